@@ -1,0 +1,1 @@
+"""The JAX side of everstep. It never imports the supervisor."""
