@@ -1,0 +1,145 @@
+"""The settings that shape training: what may stand in `[trainer]` and `[checkpoint]`.
+
+Only the schema with its defaults and relations; reading files is `trainer.settings`. Imports
+neither jax nor Ray: the supervisor reads these too.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+TASK_OF_THE_HOUSE = "language_model"
+
+
+class SettingsError(Exception):
+    """The settings are wrong; only the operator can help.
+
+    `problems` holds one message for each mistake: file, key, value, remedy.
+    """
+
+    def __init__(self, *problems: str) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = problems
+
+
+class Section(BaseModel):
+    """One table of a settings file: unknown keys are refused, nothing changes afterwards."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+
+def _as_tuple(value: object) -> object:
+    return (value,) if isinstance(value, str) else value
+
+
+class MeshSettings(Section):
+    """How the devices of all workers are arranged; -1 takes all that there are."""
+
+    dp: int = Field(default=-1, description="data-parallel replicas; -1 = one a device")
+
+    @model_validator(mode="after")
+    def _check(self) -> MeshSettings:
+        if self.dp != -1 and self.dp < 1:
+            raise ValueError(f"dp = {self.dp}: use -1 (all devices) or a positive number")
+        return self
+
+
+class ModelSettings(Section):
+    """A decoder-only transformer over bytes (RMSNorm, RoPE, grouped-query attention, SwiGLU)."""
+
+    layers: int = Field(default=3, ge=1, description="transformer blocks")
+    width: int = Field(default=128, ge=2, description="size of the residual stream")
+    heads: int = Field(default=4, ge=1, description="query heads; the width is split over them")
+    key_value_heads: int = Field(default=2, ge=1, description="heads that share keys and values")
+    hidden: int = Field(default=352, ge=1, description="inner size of the SwiGLU block")
+    rope_base: float = Field(default=10000.0, gt=1.0, description="base of the rotary angles")
+
+    @model_validator(mode="after")
+    def _check(self) -> ModelSettings:
+        if self.width % self.heads or (self.width // self.heads) % 2:
+            raise ValueError(
+                f"width = {self.width} cannot be split over heads = {self.heads} into heads of an "
+                f"even size: make width a multiple of {2 * self.heads}"
+            )
+        if self.heads % self.key_value_heads:
+            raise ValueError(
+                f"heads = {self.heads} is no multiple of key_value_heads = {self.key_value_heads}: "
+                "each key-value head serves equally many query heads"
+            )
+        return self
+
+
+class DataSettings(Section):
+    """The text, and how a batch is cut from it."""
+
+    path: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] = Field(
+        default=(),
+        description="text files or folders; none = the sources of Python's standard library",
+    )
+    suffixes: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] = Field(
+        default=(".py", ".txt", ".md", ".rst"),
+        description="which files count inside a folder",
+    )
+    bytes_max: int = Field(
+        default=4_000_000, ge=1024, description="reading stops after this many bytes"
+    )
+    batch_size: int = Field(default=16, ge=1, description="sequences a step, over all workers")
+    sequence_length: int = Field(default=128, ge=2, description="bytes a sequence")
+    held_out_fraction: float = Field(
+        default=0.05, gt=0.0, le=0.5, description="tail of each file that is never trained on"
+    )
+
+
+class OptimizerSettings(Section):
+    """AdamW with a linear warm-up and a cosine decay over the steps of the job."""
+
+    learning_rate: float = Field(default=3e-3, gt=0.0, description="at the peak")
+    final_fraction: float = Field(
+        default=0.1, ge=0.0, le=1.0, description="of the peak, at the last step"
+    )
+    warmup_steps: int = Field(default=30, ge=0, description="from zero to the peak")
+    weight_decay: float = Field(default=0.1, ge=0.0, description="on matrices only")
+    beta1: float = Field(default=0.9, ge=0.0, lt=1.0, description="memory of the gradient")
+    beta2: float = Field(default=0.95, ge=0.0, lt=1.0, description="memory of its square")
+    gradient_norm_max: float = Field(default=1.0, gt=0.0, description="larger ones are scaled")
+
+
+class TrainerSettings(Section):
+    """What is trained, for how long, from which seed."""
+
+    task: str = Field(
+        default=TASK_OF_THE_HOUSE,
+        min_length=1,
+        description='"language_model", or "module:Class" of your own, beside the settings file',
+    )
+    steps: int = Field(default=600, ge=1, description="the job is complete after so many")
+    seed: int = Field(default=0, ge=0, lt=2**63, description="of the weights and of the batches")
+    evaluate_every_steps: int = Field(
+        default=100, ge=0, description="on held-out text; 0 = only at the end"
+    )
+    evaluate_batches: int = Field(default=8, ge=1, description="held-out batches an evaluation")
+    options: dict[str, Any] = Field(
+        default_factory=dict, description="a free table for a task of your own"
+    )
+    mesh: MeshSettings = Field(default_factory=MeshSettings)
+    model: ModelSettings = Field(default_factory=ModelSettings)
+    data: DataSettings = Field(default_factory=DataSettings)
+    optimizer: OptimizerSettings = Field(default_factory=OptimizerSettings)
+
+    @model_validator(mode="after")
+    def _check(self) -> TrainerSettings:
+        module, colon, name = self.task.partition(":")
+        if self.task != TASK_OF_THE_HOUSE and not (module and colon and name.isidentifier()):
+            raise ValueError(
+                f"task = {self.task!r}: use {TASK_OF_THE_HOUSE!r}, or 'module:Class' for your own"
+            )
+        return self
+
+
+class CheckpointSettings(Section):
+    """How often the state is saved, and how many saved states stay."""
+
+    every_steps: int = Field(default=50, ge=1, description="steps between two checkpoints")
+    keep: int = Field(default=3, ge=2, description="verified checkpoints that stay on disk")
