@@ -8,26 +8,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
+
+from trainer.settings import Section
 
 TASK_OF_THE_HOUSE = "language_model"
-
-
-class SettingsError(Exception):
-    """The settings are wrong; only the operator can help.
-
-    `problems` holds one message for each mistake: file, key, value, remedy.
-    """
-
-    def __init__(self, *problems: str) -> None:
-        super().__init__("\n".join(problems))
-        self.problems = problems
-
-
-class Section(BaseModel):
-    """One table of a settings file: unknown keys are refused, nothing changes afterwards."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
 
 def _as_tuple(value: object) -> object:

@@ -28,13 +28,16 @@ _SECONDS = {"ms": 0.001, "s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600, "d": 8
 
 
 class SettingsError(Exception):
-    """The settings are wrong and the operator must act: one problem a mistake, all of them."""
+    """The settings are wrong and the operator must act.
+
+    `problems` holds one message for each mistake: where it stands, key, value, remedy.
+    """
 
     exit_status = 2
 
-    def __init__(self, problems: Sequence[str]) -> None:
+    def __init__(self, *problems: str) -> None:
         super().__init__("\n".join(problems))
-        self.problems = tuple(problems)
+        self.problems = problems
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +55,9 @@ class Relation:
 class Section(BaseModel):
     """A table of settings: immutable, strict about types, closed to unknown keys."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, validate_default=True
+    )
 
     def relations(self) -> Iterator[Relation]:
         """The relations between settings of this table, and of those below it, that do not hold."""
@@ -96,7 +101,7 @@ def read_settings(
     settings, mistakes = _validate(schema, data, name, set_keys)
     problems += mistakes
     if problems or settings is None:
-        raise SettingsError(problems)
+        raise SettingsError(*problems)
     return settings, _origins(schema, data, set_keys)
 
 
@@ -137,20 +142,20 @@ def _read_toml(path: Path) -> Table:
         return tomllib.loads(path.read_bytes().decode("utf-8"))
     except FileNotFoundError:
         remedy = "name the file of settings with --config FILE"
-        raise SettingsError([f"{path}: there is no such file; {remedy}"]) from None
+        raise SettingsError(f"{path}: there is no such file; {remedy}") from None
     except IsADirectoryError:
         remedy = f"name the file in it, for example --config {path / 'job.toml'}"
-        raise SettingsError([f"{path}: is a directory; {remedy}"]) from None
+        raise SettingsError(f"{path}: is a directory; {remedy}") from None
     except UnicodeDecodeError as error:
         raise SettingsError(
-            [f"{path}: is not UTF-8 (byte {error.start}); save it as UTF-8, as TOML requires"]
+            f"{path}: is not UTF-8 (byte {error.start}); save it as UTF-8, as TOML requires"
         ) from None
     except OSError as error:
         raise SettingsError(
-            [f"{path}: cannot be read ({error.strerror}); check the path and its permissions"]
+            f"{path}: cannot be read ({error.strerror}); check the path and its permissions"
         ) from None
     except tomllib.TOMLDecodeError as error:
-        raise SettingsError([_explain_syntax(path, error)]) from None
+        raise SettingsError(_explain_syntax(path, error)) from None
 
 
 def _explain_syntax(path: Path, error: tomllib.TOMLDecodeError) -> str:
@@ -202,11 +207,10 @@ def _origins(schema: type[Section], data: Table, set_keys: set[str]) -> dict[str
     return origins
 
 
-def _touched(key: str, set_keys: Iterable[str]) -> bool:
-    """Whether an override set this key, a table it lies in, or a key inside its free table."""
+def _touched(key: str, keys: Iterable[str]) -> bool:
+    """Whether this key, a table it lies in, or a key below it is among the given ones."""
     return any(
-        key == other or key.startswith(other + ".") or other.startswith(key + ".")
-        for other in set_keys
+        key == other or key.startswith(other + ".") or other.startswith(key + ".") for other in keys
     )
 
 
@@ -237,7 +241,7 @@ def _validate(
             return schema.model_validate(data), list(problems.values())
         except ValidationError as error:
             found = _explain(schema, data, error, name, set_keys)
-        news = {id_: text for id_, keys, text in found if not wrong.intersection(keys)}
+        news = {id_: text for id_, keys, text in found if not any(_touched(k, wrong) for k in keys)}
         dropped = [key for _, keys, _ in found for key in keys if _drop(data, key.split("."))]
         problems.update(news)
         wrong.update(dropped)

@@ -1,0 +1,154 @@
+"""How commands reach a running daemon: a Unix socket for its owner only, a JSON object a line.
+
+It carries questions and orders; it decides nothing and never waits without a bound.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import os
+import socket
+import stat
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from supervisor.errors import DiskError, NotRunning, Refused
+
+Request = dict[str, Any]
+Answer = dict[str, Any]
+Handler = Callable[[Request], Awaitable[Answer]]
+
+ADDRESS_FILE = "control"  # in the run directory: where the socket is
+_LINE_LIMIT = 1 << 20  # bytes
+_HANDLER_LIMIT_S = 30.0
+_IDLE_LIMIT_S = 60.0
+_log = structlog.get_logger()
+
+
+def socket_path(run_dir: Path) -> Path:
+    """Where a daemon of this run directory listens: short, whatever the length of `run_dir`."""
+    # Not TMPDIR or XDG_RUNTIME_DIR: the path must stay below 107 bytes.
+    name = hashlib.sha256(os.fsencode(run_dir.resolve())).hexdigest()[:16]
+    return Path("/tmp") / f"everstep-{os.getuid()}" / f"{name}.sock"
+
+
+def private_directory(path: Path) -> Path:
+    """Make `path` with mode 0700, or check that it is a directory that only we can enter.
+
+    Raises DiskError: a directory in /tmp that another user has made first is not to be trusted.
+    """
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    status = path.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise DiskError(f"{path} must be a directory of ours with mode 0700; remove it")
+    return path
+
+
+class Control:
+    """The daemon's side. `handler` answers one request with {"ok": true, …} or {"ok": false, …}.
+
+    A handler that raises, or takes more than 30 s, becomes an answer {"ok": false, "error": …}.
+    """
+
+    def __init__(self, run_dir: Path, handler: Handler) -> None:
+        self._run_dir = run_dir
+        self._handler = handler
+        self._path = socket_path(run_dir)
+        self._server: asyncio.Server | None = None
+        self._connections: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        """Listen. Only for the holder of the job's lock: a socket that is there is a leftover."""
+        private_directory(self._path.parent)
+        self._path.unlink(missing_ok=True)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            listener.bind(str(self._path))
+            self._path.chmod(0o600)
+            self._server = await asyncio.start_unix_server(
+                self._serve, sock=listener, limit=_LINE_LIMIT
+            )
+            temporary = self._run_dir / f"{ADDRESS_FILE}.new"
+            temporary.write_text(f"{self._path}\n", encoding="utf-8")
+            temporary.replace(self._run_dir / ADDRESS_FILE)
+        except OSError as error:
+            listener.close()
+            raise DiskError(f"cannot listen on {self._path}: {error.strerror}") from error
+
+    async def close(self) -> None:
+        """Stop listening, hang up, and leave nothing behind. Harmless when done twice."""
+        if self._server is None:
+            return
+        self._server.close()
+        self._server = None
+        for connection in tuple(self._connections):
+            connection.cancel()
+        await asyncio.gather(*self._connections, return_exceptions=True)
+        (self._run_dir / ADDRESS_FILE).unlink(missing_ok=True)
+        self._path.unlink(missing_ok=True)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._connections.add(task)
+        try:
+            while line := await asyncio.wait_for(reader.readline(), _IDLE_LIMIT_S):
+                answer = await self._answer(line)
+                writer.write(json.dumps(answer, default=str).encode() + b"\n")
+                await asyncio.wait_for(writer.drain(), _IDLE_LIMIT_S)
+        except (TimeoutError, ConnectionError, ValueError) as error:
+            # ValueError is a line beyond the limit. The peer is gone or babbles: no answer.
+            _log.info("control_connection_dropped", error=repr(error))
+        finally:
+            self._connections.discard(task)
+            writer.close()
+
+    async def _answer(self, line: bytes) -> Answer:
+        try:
+            request = json.loads(line)
+        except ValueError as error:
+            return {"ok": False, "error": f"the request is not JSON: {error}"}
+        if not isinstance(request, dict) or not isinstance(request.get("command"), str):
+            return {"ok": False, "error": 'a request is an object with a text under "command"'}
+        try:
+            return await asyncio.wait_for(self._handler(request), _HANDLER_LIMIT_S)
+        except TimeoutError:
+            return {"ok": False, "error": f"no answer within {_HANDLER_LIMIT_S:g} s"}
+        except Exception as error:
+            _log.exception("control_request_failed", command=request["command"])
+            return {"ok": False, "error": f"{type(error).__name__}: {error}"}
+
+
+def ask(run_dir: Path, request: Request, timeout_s: float = 5.0) -> Answer:
+    """Send one request to the daemon of `run_dir` (`<run_dir>/<job>`) and return its answer.
+
+    Raises NotRunning when there is no daemon or none that answers in time, Refused with the
+    daemon's reason when the answer is not ok.
+    """
+    try:
+        path = (run_dir / ADDRESS_FILE).read_text(encoding="utf-8").strip()
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.settimeout(timeout_s)
+            connection.connect(path)
+            connection.sendall(json.dumps(request).encode() + b"\n")
+            with connection.makefile("rb") as stream:
+                line = stream.readline(_LINE_LIMIT)
+        answer = json.loads(line) if line else None
+    except TimeoutError:
+        raise NotRunning(
+            f"the daemon of {run_dir} does not answer within {timeout_s:g} s"
+        ) from None
+    except (FileNotFoundError, NotADirectoryError, ConnectionError):
+        raise NotRunning(f"no daemon runs in {run_dir}") from None
+    except PermissionError:
+        raise NotRunning(f"the daemon of {run_dir} belongs to another user") from None
+    if not isinstance(answer, dict):
+        raise NotRunning(f"the daemon of {run_dir} hung up without an answer")
+    if not answer.get("ok"):
+        raise Refused(str(answer.get("error", "refused without a reason")))
+    return answer
