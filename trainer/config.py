@@ -6,11 +6,12 @@ neither jax nor Ray: the supervisor reads these too.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, field_validator
 
-from trainer.settings import Section
+from trainer.settings import Relation, Section
 
 TASK_OF_THE_HOUSE = "language_model"
 
@@ -22,13 +23,14 @@ def _as_tuple(value: object) -> object:
 class MeshSettings(Section):
     """How the devices of all workers are arranged; -1 takes all that there are."""
 
-    dp: int = Field(default=-1, description="data-parallel replicas; -1 = one a device")
+    dp: int = Field(default=-1, ge=-1, description="data-parallel replicas; -1 = one a device")
 
-    @model_validator(mode="after")
-    def _check(self) -> MeshSettings:
-        if self.dp != -1 and self.dp < 1:
-            raise ValueError(f"dp = {self.dp}: use -1 (all devices) or a positive number")
-        return self
+    @field_validator("dp")
+    @classmethod
+    def _some(cls, dp: int) -> int:
+        if dp == 0:
+            raise ValueError("must be -1 (all devices) or a positive number")
+        return dp
 
 
 class ModelSettings(Section):
@@ -41,19 +43,20 @@ class ModelSettings(Section):
     hidden: int = Field(default=352, ge=1, description="inner size of the SwiGLU block")
     rope_base: float = Field(default=10000.0, gt=1.0, description="base of the rotary angles")
 
-    @model_validator(mode="after")
-    def _check(self) -> ModelSettings:
+    def relations(self) -> Iterator[Relation]:
+        """The width divides over the heads, and these over the key-value heads."""
         if self.width % self.heads or (self.width // self.heads) % 2:
-            raise ValueError(
-                f"width = {self.width} cannot be split over heads = {self.heads} into heads of an "
-                f"even size: make width a multiple of {2 * self.heads}"
+            yield Relation(
+                keys=("width", "heads"),
+                message="the width must split over the heads into an even size each (RoPE turns "
+                f"pairs); make width a multiple of {2 * self.heads}",
             )
         if self.heads % self.key_value_heads:
-            raise ValueError(
-                f"heads = {self.heads} is no multiple of key_value_heads = {self.key_value_heads}: "
-                "each key-value head serves equally many query heads"
+            yield Relation(
+                keys=("heads", "key_value_heads"),
+                message="each key-value head serves equally many query heads; make heads a "
+                f"multiple of {self.key_value_heads}",
             )
-        return self
 
 
 class DataSettings(Section):
@@ -113,14 +116,13 @@ class TrainerSettings(Section):
     data: DataSettings = Field(default_factory=DataSettings)
     optimizer: OptimizerSettings = Field(default_factory=OptimizerSettings)
 
-    @model_validator(mode="after")
-    def _check(self) -> TrainerSettings:
-        module, colon, name = self.task.partition(":")
-        if self.task != TASK_OF_THE_HOUSE and not (module and colon and name.isidentifier()):
-            raise ValueError(
-                f"task = {self.task!r}: use {TASK_OF_THE_HOUSE!r}, or 'module:Class' for your own"
-            )
-        return self
+    @field_validator("task")
+    @classmethod
+    def _known(cls, task: str) -> str:
+        module, _, name = task.partition(":")
+        if task != TASK_OF_THE_HOUSE and not (module and name.isidentifier()):
+            raise ValueError(f'must be "{TASK_OF_THE_HOUSE}", or "module:Class" for your own')
+        return task
 
 
 class CheckpointSettings(Section):

@@ -214,6 +214,10 @@ def _touched(key: str, keys: Iterable[str]) -> bool:
     )
 
 
+def _below(key: str, wrong: Iterable[str]) -> bool:
+    return any(key == other or key.startswith(other + ".") for other in wrong)
+
+
 def _lookup(data: Any, parts: Sequence[str]) -> tuple[bool, Any]:
     for part in parts:
         if not isinstance(data, Mapping) or part not in data:
@@ -241,7 +245,9 @@ def _validate(
             return schema.model_validate(data), list(problems.values())
         except ValidationError as error:
             found = _explain(schema, data, error, name, set_keys)
-        news = {id_: text for id_, keys, text in found if not any(_touched(k, wrong) for k in keys)}
+        news = {
+            name_: text for name_, keys, text in found if not any(_below(k, wrong) for k in keys)
+        }
         dropped = [key for _, keys, _ in found for key in keys if _drop(data, key.split("."))]
         problems.update(news)
         wrong.update(dropped)
@@ -263,6 +269,7 @@ def _explain(
 ) -> list[tuple[str, tuple[str, ...], str]]:
     """One (identity, keys, message) a mistake; the branches of a union are one mistake."""
     found: dict[str, tuple[str, tuple[str, ...], str]] = {}
+    sections = {k for k, field in _all_fields(schema) if section_of(field)}
     for detail in error.errors(include_url=False):
         parts = _key_of(schema, detail)
         key = ".".join(parts)
@@ -278,7 +285,8 @@ def _explain(
         if not relations and key not in found:
             present, value = _lookup(data, parts)
             where = _source(name, (key,), set_keys)
-            shown = f" = {show(value)}" if present and not isinstance(value, dict) else ""
+            # A whole table is shown only where a table is the value.
+            shown = f" = {show(value)}" if present and key not in sections else ""
             reason = _reason(schema, parts, value, detail)
             found[key] = (key, (key,), f"{where}: {key or 'settings'}{shown}: {reason}")
     return list(found.values())

@@ -1,0 +1,287 @@
+"""The schema of a job's file of settings: defaults, units, limits, and what must hold between them.
+
+Reading, overriding and explaining is `trainer.settings`. Neither jax nor Ray is imported here.
+"""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit, urlunsplit
+
+from pydantic import ConfigDict, Field, field_validator
+
+from trainer.config import CheckpointSettings, TrainerSettings
+from trainer.settings import Origin, Relation, Section, show, walk
+
+Auto = Literal["auto"]
+Seconds = Annotated[float, Field(gt=0)]
+Deadline = Seconds | Auto
+Limit = Annotated[int, Field(ge=-1)]  # -1: no limit
+
+_NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$"
+
+
+class JobSettings(Section):
+    """What the job is called and where its files go."""
+
+    name: str = Field(
+        default="first", pattern=_NAME, description="names its directory, actors and keys"
+    )
+    run_dir: str = Field(
+        default="runs",
+        min_length=1,
+        description="files go to run_dir/name; a relative path starts at this file",
+    )
+
+
+class ClusterSettings(Section):
+    """The Ray cluster and what the job takes of it."""
+
+    address: str = Field(
+        default="local",
+        min_length=1,
+        description='"local" = a Ray head of the job\'s own; else HOST:PORT of a cluster',
+    )
+    workers: int = Field(default=2, ge=1, description="processes that train, one a slot")
+    cpus_per_worker: float = Field(default=1.0, gt=0, description="CPUs a slot holds")
+    gpus_per_worker: int = Field(default=0, ge=0, description="GPUs a slot holds, one device each")
+    resources_per_worker: dict[str, float] = Field(
+        default_factory=dict, description='custom resources of Ray, such as {"TPU" = 4}'
+    )
+    placement: Literal["pack", "spread", "strict_spread"] = Field(
+        default="pack",
+        description="few nodes, many nodes if possible, or one node a worker without exception",
+    )
+    placement_timeout_s: Seconds = Field(
+        default=120.0, description="seconds until slots that fit but do not come are given up"
+    )
+    capacity_wait_s: float = Field(
+        default=0.0, ge=0, description="seconds to wait for nodes that the job lacks; 0 = fail"
+    )
+    node_failures_max: Limit = Field(
+        default=3, description="lost nodes a window of budgets.window_s; -1 = no limit"
+    )
+
+    @field_validator("address")
+    @classmethod
+    def _no_client(cls, address: str) -> str:
+        if "://" in address:
+            raise ValueError(
+                'Ray Client and URLs are not supported; write HOST:PORT of the head, or "local"'
+            )
+        return address
+
+
+class HeartbeatSettings(Section):
+    """How silence is noticed."""
+
+    redis_url: str = Field(
+        default="local",
+        description='"local" = a redis-server of the job\'s own; else redis://[:PASSWORD@]HOST:PORT',
+    )
+    every_s: Seconds = Field(default=0.25, description="seconds between two heartbeats")
+    lease_s: Seconds = Field(
+        default=3.0, description="seconds without a heartbeat until a worker is suspected"
+    )
+
+    @field_validator("redis_url")
+    @classmethod
+    def _known_scheme(cls, url: str) -> str:
+        if url != "local" and not url.startswith(("redis://", "rediss://")):
+            raise ValueError('must be "local", or start with redis:// or rediss://')
+        return url
+
+
+class DeadlineSettings(Section):
+    """How long a phase may go on without progress; "auto" learns it from the run."""
+
+    initialize_s: Deadline = Field(default="auto", description="seconds to start and join")
+    compile_s: Deadline = Field(default="auto", description="seconds to compile")
+    step_s: Deadline = Field(default="auto", description="seconds a training step")
+    evaluate_s: Deadline = Field(default="auto", description="seconds a held-out batch")
+    checkpoint_s: Deadline = Field(default="auto", description="seconds a save blocks training")
+    restore_s: Deadline = Field(default="auto", description="seconds to load a restore point")
+    drain_s: Seconds = Field(
+        default=30.0, description="seconds for the last save, and for the proof of exit"
+    )
+
+
+class BudgetSettings(Section):
+    """How often the job may be recovered before it fails."""
+
+    failures_max: Limit = Field(
+        default=10, description="recoveries from worker failures a window; -1 = no limit"
+    )
+    window_s: Seconds = Field(default=3600.0, description="seconds that failures are remembered")
+    startup_failures_max: Limit = Field(
+        default=3, description="failed starts (port taken, join timed out); -1 = no limit"
+    )
+    preemptions_max: Limit = Field(
+        default=-1, description="recoveries from announced preemptions; -1 = no limit"
+    )
+    no_progress_max: int = Field(
+        default=5, ge=1, description="generations in a row without a later restore point"
+    )
+    same_error_max: int = Field(
+        default=3, ge=1, description="times running that one error strikes at one step"
+    )
+    backoff_base_s: float = Field(
+        default=1.0, ge=0, description="seconds before the second recovery in a row, then doubled"
+    )
+    backoff_max_s: float = Field(default=60.0, ge=0, description="seconds of backoff at most")
+
+    def relations(self) -> Iterator[Relation]:
+        """The backoff grows from its base to its limit."""
+        if self.backoff_base_s > self.backoff_max_s:
+            yield Relation(
+                keys=("backoff_base_s", "backoff_max_s"),
+                message="the first backoff may not be above the longest; raise backoff_max_s",
+            )
+
+
+class RecoverySettings(Section):
+    """How a failure is judged."""
+
+    last_call_s: float = Field(
+        default=1.0,
+        ge=0,
+        description="seconds a victim's error waits for the cause to show itself",
+    )
+
+
+class ControlSettings(Section):
+    """What an operator may do to the running job."""
+
+    drills: bool | Auto = Field(
+        default="auto", description='`fault` allowed? "auto" = only with address = "local"'
+    )
+
+
+class Settings(Section):
+    """All settings of a job."""
+
+    job: JobSettings = Field(default_factory=JobSettings)
+    cluster: ClusterSettings = Field(default_factory=ClusterSettings)
+    heartbeats: HeartbeatSettings = Field(default_factory=HeartbeatSettings)
+    deadlines: DeadlineSettings = Field(default_factory=DeadlineSettings)
+    budgets: BudgetSettings = Field(default_factory=BudgetSettings)
+    recovery: RecoverySettings = Field(default_factory=RecoverySettings)
+    checkpoint: CheckpointSettings = Field(default_factory=CheckpointSettings)
+    trainer: TrainerSettings = Field(default_factory=TrainerSettings)
+    control: ControlSettings = Field(default_factory=ControlSettings)
+
+    @property
+    def devices(self) -> int:
+        """Devices over all workers: one a GPU, or one a worker on CPUs."""
+        return self.cluster.workers * max(1, self.cluster.gpus_per_worker)
+
+    @property
+    def drills_allowed(self) -> bool:
+        """Whether `fault` orders are obeyed."""
+        if self.control.drills == "auto":
+            return self.cluster.address == "local"
+        return self.control.drills
+
+    def relations(self) -> Iterator[Relation]:
+        """The chain of deadlines, and the division of the batch over the devices."""
+        yield from self._chain()
+        yield from self._phases()
+        yield from self._shares()
+
+    def _chain(self) -> Iterator[Relation]:
+        every_s, lease_s = self.heartbeats.every_s, self.heartbeats.lease_s
+        drain_s, last_call_s = self.deadlines.drain_s, self.recovery.last_call_s
+        if not 2 * every_s <= lease_s:
+            yield Relation(
+                keys=("heartbeats.every_s", "heartbeats.lease_s"),
+                message="a lease must outlast two heartbeats, or every late one is a death; "
+                f"set lease_s to {2 * every_s:g} or more, or lower every_s",
+            )
+        if not lease_s < drain_s:
+            yield Relation(
+                keys=("heartbeats.lease_s", "deadlines.drain_s"),
+                message="silence must be noticed before a drain is given up: every_s < lease_s < "
+                f"drain_s; set drain_s above {lease_s:g}, or lower lease_s",
+            )
+        if not last_call_s < drain_s:
+            yield Relation(
+                keys=("recovery.last_call_s", "deadlines.drain_s"),
+                message="the cause must be known before the workers are ended; set last_call_s "
+                f"below {drain_s:g}",
+            )
+
+    def _phases(self) -> Iterator[Relation]:
+        shortest_s = 2 * self.heartbeats.every_s
+        for name in DeadlineSettings.model_fields:
+            deadline_s = getattr(self.deadlines, name)
+            if name != "drain_s" and deadline_s != "auto" and deadline_s < shortest_s:
+                yield Relation(
+                    keys=(f"deadlines.{name}", "heartbeats.every_s"),
+                    message="progress is seen only once a heartbeat, so a deadline must outlast "
+                    f'two; set {name} to {shortest_s:g} or more, or to "auto"',
+                )
+
+    def _shares(self) -> Iterator[Relation]:
+        batch, devices = self.trainer.data.batch_size, self.devices
+        causes = ["cluster.workers"]
+        causes += ["cluster.gpus_per_worker"] if self.cluster.gpus_per_worker else []
+        if batch % devices:
+            lower, upper = batch // devices * devices, -(-batch // devices) * devices
+            choices = " or ".join(str(n) for n in (lower, upper) if n)
+            yield Relation(
+                keys=("trainer.data.batch_size", *causes),
+                message=f"every device takes the same share of a batch; set batch_size to a "
+                f"multiple of {devices} ({choices})",
+            )
+        if self.trainer.mesh.dp not in (-1, devices):
+            yield Relation(
+                keys=("trainer.mesh.dp", *causes),
+                message=f"the mesh must use every device; set dp to {devices}, or to -1",
+            )
+
+
+class Location(Section):
+    """The part of the settings that tells where a job's files are; blind to all the rest."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    job: JobSettings = Field(default_factory=JobSettings)
+
+
+def job_directory(job: JobSettings, config_path: Path | str) -> Path:
+    """`<run_dir>/<name>`, absolute, so that the same command finds it from any directory."""
+    return (Path(config_path).resolve().parent / job.run_dir / job.name).resolve()
+
+
+def effective(settings: Settings, origins: Mapping[str, Origin]) -> dict[str, dict[str, Any]]:
+    """Every setting in order: dotted key → {"value", "origin"}; secrets are masked."""
+    rows: dict[str, dict[str, Any]] = {}
+    for key, _ in walk(Settings):
+        value: Any = settings
+        for part in key.split("."):
+            value = getattr(value, part)
+        shown = _mask(value) if key == "heartbeats.redis_url" else value
+        rows[key] = {"value": shown, "origin": origins.get(key, "default")}
+    return rows
+
+
+def describe(rows: Mapping[str, Mapping[str, Any]]) -> str:
+    """The effective settings as TOML, each line saying where its value came from."""
+    lines: list[str] = []
+    table = ""
+    for key, row in rows.items():
+        section, _, name = key.rpartition(".")
+        if section != table:
+            lines += ["", f"[{section}]"] if lines else [f"[{section}]"]
+            table = section
+        line = f"{name} = {show(row['value'])}"
+        lines.append(f"{line:<40} # {row['origin']}")
+    return "\n".join(lines)
+
+
+def _mask(url: str) -> str:
+    parts = urlsplit(url)
+    if parts.password is None:
+        return url
+    user, host = parts.username or "", parts.netloc.rpartition("@")[2]
+    return urlunsplit(parts._replace(netloc=f"{user}:***@{host}"))
