@@ -1,0 +1,120 @@
+"""What the daemon must do. Effects are orders, named in the imperative, and are plain data."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effect:
+    """An order to a performer. All are idempotent per generation."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The effect as JSON-ready data, its name under `effect`."""
+        return {"effect": type(self).__name__, **asdict(self)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SelectRestorePoint(Effect):
+    """Find the newest restore point; the seed counts only if nothing was ever committed."""
+
+    generation: int
+    seed_allowed: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuarantineRestorePoint(Effect):
+    """Move a rejected restore point to where nothing picks it again."""
+
+    path: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlaceSlots(Effect):
+    """Have Ray place one slot per rank."""
+
+    generation: int
+    placement: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartWorkers(Effect):
+    """Start a process in every slot and have it load the starting state."""
+
+    generation: int
+    kind: str
+    step: int
+    path: str
+    saved_by: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestoreWorkers(StartWorkers):
+    """Start a process in every slot and have it load the restore point."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveWorkers(Effect):
+    """Have all workers stop after the same step and commit a last checkpoint."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectEvidence(Effect):
+    """Write stacks and log tails of every rank into the incident's folder."""
+
+    generation: int
+    incident: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KillWorkers(Effect):
+    """End every process of the generation and prove that it is gone."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordIncident(Effect):
+    """Write the incident's summary beside its evidence."""
+
+    incident: int
+    summary: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PruneCheckpoints(Effect):
+    """Delete what retention no longer keeps."""
+
+    keep: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetDeadline(Effect):
+    """Send `deadline_passed` after `seconds`, unless the owner ends before."""
+
+    id: str
+    owner: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NotifyOperator(Effect):
+    """Tell a person what matters now."""
+
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReleaseSlots(Effect):
+    """Give slots and their resources back."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriteResult(Effect):
+    """Write result.json for schedulers and people."""
+
+    state: str
+    exit_status: int
+    reason: str

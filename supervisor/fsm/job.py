@@ -1,0 +1,465 @@
+"""The facts the machine keeps, the questions it asks of them, and what it does about them.
+
+Methods named as questions are guards: they return a bool and change nothing. Methods named as
+orders are actions: they change facts and ask for effects. Nested values are replaced, never
+mutated, so that a shallow copy of a job is a whole one.
+"""
+
+import zlib
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any, Self
+
+from .effects import (
+    CollectEvidence,
+    Effect,
+    KillWorkers,
+    NotifyOperator,
+    PlaceSlots,
+    PruneCheckpoints,
+    QuarantineRestorePoint,
+    RecordIncident,
+    ReleaseSlots,
+    RestoreWorkers,
+    SaveWorkers,
+    SelectRestorePoint,
+    SetDeadline,
+    StartWorkers,
+    WriteResult,
+)
+from .events import (
+    CheckpointCommitted,
+    CheckpointFailed,
+    DeadlinePassed,
+    Event,
+    ExitUnproven,
+    HousekeepingFailed,
+    NodeLost,
+    RaisedEvent,
+    RestorePointRejected,
+    RestorePointSelected,
+    RetryBudgetExhausted,
+    RetryGranted,
+    RetryRuledOut,
+    SlotLost,
+    SlotsPlaced,
+    StopRequested,
+    TrainingCompleted,
+    WorkerCrashed,
+    WorkerRaised,
+    tuples,
+)
+from .incident import Incident, incident_of, why_of
+from .states import State
+
+# A stronger purpose of a drain replaces a weaker one, never the other way round.
+PURPOSES = ("", "recover", "stop", "fail", "complete")
+
+EXIT_STATUSES = {"COMPLETED": 0, "budget": 3, "pointless": 4, "operator": 5, "signal": 75}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """The parameters of the machine. They stand in the journal's header; -1 means no limit."""
+
+    failures_max: int = 10
+    startup_failures_max: int = 3
+    node_failures_max: int = 3
+    preemptions_max: int = -1
+    window_s: float = 3600.0
+    no_progress_max: int = 10
+    same_error_max: int = 3
+    backoff_base_s: float = 1.0
+    backoff_max_s: float = 60.0
+    last_call_s: float = 1.0
+    drain_s: float = 30.0
+    capacity_wait_s: float = 0.0
+    checkpoints_kept: int = 2
+    seed: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class Job:
+    """All that decides. What is measured (steps, losses, beats) is not here."""
+
+    limits: Limits = field(default_factory=Limits)
+    state: State = State.PROVISIONING
+    entry: int = 1
+    generation: int = 0  # The last one issued; numbers only grow.
+    active: int = 0
+    standby: int | None = None
+    leaving: tuple[int, ...] = ()
+    placement: int = 0
+    slots_placed: bool = False
+    restore_kind: str = ""
+    restore_step: int = 0
+    restore_path: str = ""
+    restore_saved_by: int = 0
+    committed_step: int = -1
+    stepped: bool = False  # Some generation finished a step: the user's code can work.
+    purpose: str = ""
+    stage: str = ""
+    stop_by: str = ""
+    reason: str = ""
+    exit_status: int = -1
+    result: dict[str, Any] = field(default_factory=dict)
+    incident: Incident | None = None
+    incidents: int = 0
+    spent: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    streak: int = 0
+    no_progress: int = 0
+    progress_mark: int = -1
+    last_error: str = ""
+    same_error: int = 0
+    unproven: tuple[str, ...] = ()
+    blind_since: float | None = None
+    effects: list[Effect] = field(default_factory=list)
+    raised: list[RaisedEvent] = field(default_factory=list)
+    why: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The job as JSON-ready data, without what lives only inside one move."""
+        record = {
+            item.name: getattr(self, item.name)
+            for item in fields(self)
+            if item.name not in ("effects", "raised", "why", "limits", "incident", "state")
+        }
+        record["state"] = self.state.name
+        record["limits"] = asdict(self.limits)
+        record["incident"] = asdict(self.incident) if self.incident else None
+        return record
+
+    @classmethod
+    def from_dict(cls, record: dict[str, Any]) -> Self:
+        """The job of a record; raises KeyError, TypeError or ValueError on a foreign one."""
+        given = {key: tuples(value) for key, value in record.items()}
+        given["state"] = State[given["state"]]
+        given["limits"] = Limits(**given["limits"])
+        if given["incident"]:
+            given["incident"] = Incident(**given["incident"])
+        return cls(**given)
+
+    # Guards
+
+    def slots_intact(self, event: Event) -> bool:
+        return self.slots_placed
+
+    def waits_for_capacity(self, event: Event) -> bool:
+        return self.limits.capacity_wait_s > 0
+
+    def is_primary(self, event: WorkerCrashed | WorkerRaised) -> bool:
+        return event.primary
+
+    def wants_last_save(self, event: StopRequested) -> bool:
+        return not event.now
+
+    def waits_for_culprit(self, event: Event) -> bool:
+        return self.stage == "last_call"
+
+    def names_culprit(self, event: Event) -> bool:
+        return self.stage == "last_call" and bool(getattr(event, "primary", True))
+
+    def is_saving(self, event: Event) -> bool:
+        return self.stage == "saving"
+
+    def collects_evidence(self, event: Event) -> bool:
+        return self.stage == "evidence"
+
+    def is_quarantining(self, event: Event) -> bool:
+        return self.stage == "quarantine"
+
+    def quarantine_failed(self, event: HousekeepingFailed) -> bool:
+        return self.stage == "quarantine" and event.action == "QuarantineRestorePoint"
+
+    def last_call_ended(self, event: DeadlinePassed) -> bool:
+        return self.stage == "last_call" and event.id == "last_call"
+
+    def last_save_overdue(self, event: DeadlinePassed) -> bool:
+        return self.stage == "saving" and event.id == "drain"
+
+    def backoff_ended(self, event: DeadlinePassed) -> bool:
+        return event.id == "backoff"
+
+    def capacity_overdue(self, event: DeadlinePassed) -> bool:
+        return event.id == "capacity"
+
+    def stop_hurries(self, event: StopRequested) -> bool:
+        return event.now and self.purpose in ("recover", "stop") and self.stage != "killing"
+
+    def stop_prevails(self, event: StopRequested) -> bool:
+        return self.purpose == "recover"
+
+    def drains_to_complete(self, event: Event) -> bool:
+        return self.purpose == "complete"
+
+    def drains_to_fail(self, event: Event) -> bool:
+        return self.purpose == "fail"
+
+    def drains_to_stop(self, event: Event) -> bool:
+        return self.purpose == "stop"
+
+    # Actions: starting and restoring
+
+    def begin_entry(self, event: Event) -> None:
+        """Every change of state ends the deadlines of the state that was left."""
+        self.entry += 1
+
+    def issue_generation(self, event: Event) -> None:
+        self.generation += 1
+        self.active = self.generation
+
+    def select_restore_point(self, event: Event) -> None:
+        self.effects.append(
+            SelectRestorePoint(generation=self.active, seed_allowed=self.committed_step < 0)
+        )
+
+    def accept_restore_point(self, event: RestorePointSelected) -> None:
+        self.restore_kind, self.restore_step = event.kind, event.step
+        self.restore_path, self.restore_saved_by = event.path, event.saved_by
+        if event.kind != "seed":
+            self.committed_step = event.step
+
+    def place_slots(self, event: Event) -> None:
+        self.placement += 1
+        self.effects.append(PlaceSlots(generation=self.active, placement=self.placement))
+
+    def accept_slots(self, event: SlotsPlaced) -> None:
+        self.slots_placed = True
+
+    def start_workers(self, event: Event) -> None:
+        self.effects.append(StartWorkers(**self._start()))
+
+    def restore_workers(self, event: Event) -> None:
+        self.effects.append(RestoreWorkers(**self._start()))
+
+    def _start(self) -> dict[str, Any]:
+        return {
+            "generation": self.active,
+            "kind": self.restore_kind,
+            "step": self.restore_step,
+            "path": self.restore_path,
+            "saved_by": self.restore_saved_by,
+        }
+
+    def wait_for_capacity(self, event: Event) -> None:
+        self.reason = why_of(event)
+        self._set_deadline("capacity", self.limits.capacity_wait_s)
+        self.effects.append(NotifyOperator(message=f"waiting for capacity: {why_of(event)}"))
+
+    # Actions: running
+
+    def close_incident(self, event: Event) -> None:
+        self.purpose = self.stage = ""
+
+    def note_first_step(self, event: Event) -> None:
+        self.stepped = True
+
+    def note_checkpoint(self, event: CheckpointCommitted) -> None:
+        self.committed_step = event.step
+        if event.step > self.progress_mark:
+            self.streak = 0
+        self.effects.append(PruneCheckpoints(keep=self.limits.checkpoints_kept))
+
+    def report_failed_checkpoint(self, event: CheckpointFailed) -> None:
+        self.effects.append(
+            NotifyOperator(message=f"the checkpoint of step {event.step} failed: {event.error}")
+        )
+
+    def report_housekeeping(self, event: HousekeepingFailed) -> None:
+        self.effects.append(NotifyOperator(message=f"{event.action} failed: {event.error}"))
+
+    def note_blindness(self, event: Event) -> None:
+        if self.blind_since is None:
+            self.blind_since = event.at
+
+    def note_sight(self, event: Event) -> None:
+        self.blind_since = None
+
+    # Actions: draining
+
+    def drain_to_recover(self, event: Event) -> None:
+        self._strengthen("recover")
+
+    def drain_to_stop(self, event: StopRequested) -> None:
+        self._strengthen("stop")
+        self.stop_by = event.by
+        self.exit_status = EXIT_STATUSES["signal" if event.by == "signal" else "operator"]
+        self.reason = f"stopped by {'a signal' if event.by == 'signal' else 'an operator'}"
+
+    def drain_to_complete(self, event: TrainingCompleted) -> None:
+        self._strengthen("complete")
+        self.result = {
+            "step": event.step,
+            "params_digest": event.params_digest,
+            "loss": event.loss,
+            "held_out_loss": event.held_out_loss,
+        }
+        self.exit_status = EXIT_STATUSES["COMPLETED"]
+        self.reason = "the last step is committed"
+
+    def drain_to_fail(self, event: Event) -> None:
+        """What no retry can change."""
+        self._strengthen("fail")
+        self.exit_status = EXIT_STATUSES["pointless"]
+        if isinstance(event, DeadlinePassed):
+            self.reason = f"no capacity within {self.limits.capacity_wait_s:g} s: {self.reason}"
+        else:
+            self.reason = why_of(event)
+
+    def _strengthen(self, purpose: str) -> None:
+        if PURPOSES.index(purpose) > PURPOSES.index(self.purpose):
+            self.purpose = purpose
+
+    def open_incident(self, event: Event) -> None:
+        self.incidents += 1
+        self.incident = incident_of(event, number=self.incidents, generation=self.active)
+
+    def name_culprit(self, event: Event) -> None:
+        """A primary cause turned up within the last-call window."""
+        assert self.incident is not None
+        found = incident_of(event, number=self.incident.number, generation=self.active)
+        victims = tuple(sorted({*self.incident.ranks, *self.incident.victims} - {*found.ranks}))
+        self.incident = replace(found, victims=victims, opened_at=self.incident.opened_at)
+
+    def note_victims(self, event: Event) -> None:
+        """A later word on the same trouble is evidence, no new failure."""
+        if self.incident is None:
+            return
+        more = {*self.incident.victims, *getattr(event, "ranks", ())} - {*self.incident.ranks}
+        self.incident = replace(self.incident, victims=tuple(sorted(more)))
+
+    def lose_slots(self, event: Event) -> None:
+        self.slots_placed = False
+
+    def note_lost_slots(self, event: Event) -> None:
+        if isinstance(event, SlotLost | NodeLost):
+            self.slots_placed = False
+
+    def call_last(self, event: Event) -> None:
+        """A victim spoke first: wait a moment for the culprit."""
+        self.stage = "last_call"
+        self._set_deadline("last_call", self.limits.last_call_s)
+
+    def collect_evidence(self, event: Event) -> None:
+        assert self.incident is not None
+        self.stage = "evidence"
+        self.effects.append(CollectEvidence(generation=self.active, incident=self.incident.number))
+
+    def save_workers(self, event: Event) -> None:
+        self.stage = "saving"
+        self.effects.append(SaveWorkers(generation=self.active))
+        self._set_deadline("drain", self.limits.drain_s)
+
+    def kill_workers(self, event: Event) -> None:
+        self.stage = "killing"
+        self.effects.append(KillWorkers(generation=self.active))
+
+    def quarantine_restore_point(self, event: RestorePointRejected) -> None:
+        self.stage = "quarantine"
+        self.effects.append(QuarantineRestorePoint(path=event.path, why=event.why))
+
+    def note_failed_save(self, event: Event) -> None:
+        self.effects.append(NotifyOperator(message=f"no last checkpoint: {why_of(event)}"))
+
+    def quarantine_slots(self, event: ExitUnproven) -> None:
+        """Where a process may still live, nothing is started again."""
+        self.slots_placed = False
+        self.unproven = (*self.unproven, *event.unproven)
+        names = ", ".join(event.unproven)
+        self.effects.append(NotifyOperator(message=f"the end of {names} could not be proven"))
+
+    # Actions: judging
+
+    def judge_incident(self, event: Event) -> None:
+        """Charge the incident once, by the culprit's cause, and say what follows."""
+        assert self.incident is not None
+        incident = self.incident
+        self.effects.append(
+            RecordIncident(
+                incident=incident.number,
+                summary={**asdict(incident), "exits": getattr(event, "exits", ())},
+            )
+        )
+        self.raised.append(self._verdict(incident, event.at))
+
+    def _verdict(self, incident: Incident, at: float) -> RaisedEvent:
+        common: dict[str, Any] = {"at": at, "generation": self.active}
+        if incident.cause == "restore_point":
+            # A rung of a recovery, not a failure; there are only so many restore points.
+            return RetryGranted(**common, budget="none", spent=0, limit=-1, backoff_s=0.0)
+        if incident.pointless and not self.stepped:
+            return RetryRuledOut(**common, rule="before_first_step", why=incident.story)
+        self.same_error = self.same_error + 1 if incident.error == self.last_error else 1
+        self.last_error = incident.error
+        if incident.error and self.same_error >= self.limits.same_error_max:
+            why = f"{self.same_error} times running: {incident.story}"
+            return RetryRuledOut(**common, rule="same_error", why=why)
+        used = tuple(
+            then for then in self.spent.get(incident.cause, ()) if then > at - self.limits.window_s
+        )
+        limit = self._limit_of(incident.cause)
+        charge: dict[str, Any] = {"budget": incident.cause, "limit": limit}
+        if 0 <= limit <= len(used):
+            return RetryBudgetExhausted(**common, **charge, spent=len(used))
+        moved = self.committed_step > self.progress_mark
+        self.no_progress = 0 if moved else self.no_progress + 1
+        self.progress_mark = self.committed_step
+        if self.no_progress > self.limits.no_progress_max >= 0:
+            why = f"no later restore point over {self.limits.no_progress_max} generations"
+            return RetryRuledOut(**common, rule="no_progress", why=why)
+        self.spent = {**self.spent, incident.cause: (*used, at)}
+        self.streak += 1
+        backoff_s = self._backoff_s(incident.number)
+        return RetryGranted(**common, **charge, spent=len(used) + 1, backoff_s=backoff_s)
+
+    def _limit_of(self, cause: str) -> int:
+        return {
+            "worker": self.limits.failures_max,
+            "startup": self.limits.startup_failures_max,
+            "node": self.limits.node_failures_max,
+            "preemption": self.limits.preemptions_max,
+        }[cause]
+
+    def _backoff_s(self, incident: int) -> float:
+        """Nothing for the first failure in a row, then doubling; jitter of ±25 % by hash."""
+        if self.streak < 2:
+            return 0.0
+        plain_s: float = self.limits.backoff_base_s * 2.0 ** min(self.streak - 2, 30)
+        chance = zlib.crc32(f"{self.limits.seed}:{incident}".encode()) / 2**32
+        return round(min(plain_s, self.limits.backoff_max_s) * (0.75 + 0.5 * chance), 3)
+
+    def back_off(self, event: RetryGranted) -> None:
+        """Without a backoff the search for a restore point starts at once."""
+        if event.backoff_s > 0:
+            self.stage = "backoff"
+            self._set_deadline("backoff", event.backoff_s)
+        else:
+            self.select_restore_point(event)
+
+    def give_up(self, event: RetryBudgetExhausted | RetryRuledOut) -> None:
+        if isinstance(event, RetryRuledOut):
+            self.exit_status = EXIT_STATUSES["pointless"]
+            self.reason = event.why
+        else:
+            story = self.incident.story if self.incident else ""
+            self.exit_status = EXIT_STATUSES["budget"]
+            self.reason = f"{event.spent} of {event.limit} {event.budget} retries used; {story}"
+
+    # Actions: ending
+
+    def finish(self, event: Event) -> None:
+        """The last orders of a run. `state` is already the terminal one."""
+        reason = self.reason
+        if self.unproven:
+            reason += f"; could not be ended: {', '.join(self.unproven)}"
+        self.effects.append(ReleaseSlots())
+        self.effects.append(
+            WriteResult(state=self.state.name, exit_status=self.exit_status, reason=reason)
+        )
+
+    def _set_deadline(self, id: str, seconds: float) -> None:
+        self.effects.append(SetDeadline(id=id, owner=self.owner, seconds=seconds))
+
+    @property
+    def owner(self) -> str:
+        """Who owns the deadlines set now: void when this entry into the state ends."""
+        return f"entry:{self.entry}"

@@ -1,0 +1,531 @@
+"""The transition table: the one place that says what a job does next, and why.
+
+Rows of one (event, source) are tried in order; the last of them has no guard. A pair with no row
+is a bug, not a default: say `ignore` and say why.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+from . import events as e
+from .states import LIVE, TERMINAL, State
+
+S = State
+Row = dict[str, Any]
+STARTING = (S.INITIALIZING, S.RESTORING)
+SETTLED = (S.PROVISIONING, S.INITIALIZING, S.RUNNING, S.RESTORING)
+
+
+def on(
+    event: type[e.Event],
+    source: State | Iterable[State],
+    target: State | None,
+    why: str,
+    *,
+    when: str = "",
+    do: str = "",
+) -> Row:
+    """One row. `when` and `do` are names of methods of Job; a target of None stays."""
+    return {
+        "trigger": event.name,
+        "source": [source] if isinstance(source, State) else list(source),
+        "dest": target,
+        "conditions": when.split(),
+        "before": ["begin_entry"] if target else [],
+        "after": do.split(),
+        "why": why,
+    }
+
+
+def ignore(events: Iterable[type[e.Event]], source: State | Iterable[State], why: str) -> list[Row]:
+    """Rows that change nothing; `why` is their reason."""
+    return [on(event, source, None, why) for event in events]
+
+
+STARTING_UP = [
+    on(
+        e.JobStarted,
+        S.PROVISIONING,
+        None,
+        "a run begins where the newest restore point is",
+        do="issue_generation select_restore_point",
+    ),
+    on(
+        e.RestorePointSelected,
+        S.PROVISIONING,
+        None,
+        "it is known where to start; now Ray places the slots",
+        do="accept_restore_point place_slots",
+    ),
+    on(
+        e.CapacityMissing,
+        S.PROVISIONING,
+        None,
+        "the settings allow waiting for a larger cluster",
+        when="waits_for_capacity",
+        do="wait_for_capacity",
+    ),
+    on(
+        e.CapacityMissing,
+        S.PROVISIONING,
+        S.DRAINING,
+        "the cluster can never hold this job",
+        do="drain_to_fail kill_workers",
+    ),
+    on(
+        e.DeadlinePassed,
+        S.PROVISIONING,
+        S.DRAINING,
+        "no node joined in time",
+        when="capacity_overdue",
+        do="drain_to_fail kill_workers",
+    ),
+    *[
+        on(
+            event,
+            S.PROVISIONING,
+            S.DRAINING,
+            "the slots could not be placed",
+            do="drain_to_recover open_incident lose_slots kill_workers",
+        )
+        for event in (e.PlacementTimedOut, e.PlacementFailed, e.SlotLost, e.NodeLost)
+    ],
+    on(
+        e.SlotsPlaced,
+        S.PROVISIONING,
+        S.INITIALIZING,
+        "every rank has a slot",
+        do="accept_slots start_workers",
+    ),
+    on(e.WorkersStarted, STARTING, None, "the processes run; they join, compile and load"),
+    on(
+        e.WorkersInitialized,
+        S.INITIALIZING,
+        S.RUNNING,
+        "every worker holds the starting state",
+        do="close_incident",
+    ),
+]
+
+RUNNING = [
+    on(e.FirstStepTaken, (S.RUNNING, S.DRAINING), None, "training goes on", do="note_first_step"),
+    on(
+        e.CheckpointCommitted,
+        (S.RUNNING, S.DRAINING),
+        None,
+        "a new restore point; older ones may go",
+        do="note_checkpoint",
+    ),
+    on(
+        e.CheckpointFailed,
+        (S.RUNNING, S.DRAINING),
+        None,
+        "training goes on; the last committed one still counts",
+        do="report_failed_checkpoint",
+    ),
+    on(
+        e.TrainingCompleted,
+        S.RUNNING,
+        S.DRAINING,
+        "the last step is committed",
+        do="drain_to_complete kill_workers",
+    ),
+    on(
+        e.StopRequested,
+        S.RUNNING,
+        S.DRAINING,
+        "the workers write a last checkpoint first",
+        when="wants_last_save",
+        do="drain_to_stop save_workers",
+    ),
+    on(
+        e.StopRequested,
+        (S.PROVISIONING, S.INITIALIZING, S.RUNNING, S.RESTORING),
+        S.DRAINING,
+        "nothing new to save, or no time for it",
+        do="drain_to_stop kill_workers",
+    ),
+]
+
+FAILURES = [
+    *[
+        on(
+            event,
+            (*STARTING, S.RUNNING),
+            S.DRAINING,
+            "the culprit is known",
+            when="is_primary",
+            do="drain_to_recover open_incident collect_evidence",
+        )
+        for event in (e.WorkerCrashed, e.WorkerRaised)
+    ],
+    *[
+        on(
+            event,
+            (*STARTING, S.RUNNING),
+            S.DRAINING,
+            "a victim spoke first; the culprit has a moment to show itself",
+            do="drain_to_recover open_incident call_last",
+        )
+        for event in (e.WorkerCrashed, e.WorkerRaised)
+    ],
+    *[
+        on(
+            event,
+            (*STARTING, S.RUNNING),
+            S.DRAINING,
+            "the workers stand still",
+            do="drain_to_recover open_incident collect_evidence",
+        )
+        for event in (e.HeartbeatLost, e.ProgressStalled)
+    ],
+    *[
+        on(
+            event,
+            (*STARTING, S.RUNNING),
+            S.DRAINING,
+            "the slots must be placed anew",
+            do="drain_to_recover open_incident lose_slots collect_evidence",
+        )
+        for event in (e.SlotLost, e.NodeLost)
+    ],
+    on(
+        e.ClusterLost,
+        SETTLED,
+        S.DRAINING,
+        "the slots went with the cluster",
+        do="drain_to_recover open_incident lose_slots kill_workers",
+    ),
+    *[
+        on(
+            event,
+            STARTING,
+            S.DRAINING,
+            "the start failed",
+            do="drain_to_recover open_incident collect_evidence",
+        )
+        for event in (e.InitializationFailed, e.RestoreFailed)
+    ],
+    on(
+        e.RestorePointRejected,
+        STARTING,
+        S.DRAINING,
+        "the restore point is damaged; it goes to quarantine and the one before is taken",
+        do="drain_to_recover open_incident quarantine_restore_point",
+    ),
+    on(
+        e.RestorePointsExhausted,
+        (S.PROVISIONING, S.RESTORING),
+        S.DRAINING,
+        "something was committed and nothing can be loaded: starting over would lose it",
+        do="drain_to_fail kill_workers",
+    ),
+]
+
+DRAINING = [
+    *[
+        on(
+            event,
+            S.DRAINING,
+            None,
+            "this is the culprit that the last call waited for",
+            when="names_culprit",
+            do="name_culprit note_lost_slots collect_evidence",
+        )
+        for event in e.FAILURES
+    ],
+    *[
+        on(
+            event,
+            S.DRAINING,
+            None,
+            "the last save cannot succeed any more",
+            when="is_saving",
+            do="note_lost_slots note_failed_save kill_workers",
+        )
+        for event in e.FAILURES
+    ],
+    *[
+        on(event, S.DRAINING, None, "evidence, no new failure", do="note_victims note_lost_slots")
+        for event in e.FAILURES
+    ],
+    on(
+        e.DeadlinePassed,
+        S.DRAINING,
+        None,
+        "no culprit showed itself",
+        when="last_call_ended",
+        do="collect_evidence",
+    ),
+    on(
+        e.DeadlinePassed,
+        S.DRAINING,
+        None,
+        "the last save took too long",
+        when="last_save_overdue",
+        do="note_failed_save kill_workers",
+    ),
+    on(
+        e.WorkersSaved,
+        S.DRAINING,
+        None,
+        "the last checkpoint is committed",
+        when="is_saving",
+        do="kill_workers",
+    ),
+    on(
+        e.LastSaveFailed,
+        S.DRAINING,
+        None,
+        "a failed last save does not stop a drain",
+        when="is_saving",
+        do="note_failed_save kill_workers",
+    ),
+    on(
+        e.EvidenceCollected,
+        S.DRAINING,
+        None,
+        "nothing more to learn from the living",
+        when="collects_evidence",
+        do="kill_workers",
+    ),
+    on(
+        e.RestorePointQuarantined,
+        S.DRAINING,
+        None,
+        "nothing picks it again",
+        when="is_quarantining",
+        do="kill_workers",
+    ),
+    on(
+        e.HousekeepingFailed,
+        S.DRAINING,
+        None,
+        "a damaged restore point that cannot be moved would be picked again for ever",
+        when="quarantine_failed",
+        do="drain_to_fail kill_workers",
+    ),
+    on(
+        e.StopRequested,
+        S.DRAINING,
+        None,
+        "no time for what the drain still waits for",
+        when="stop_hurries",
+        do="drain_to_stop kill_workers",
+    ),
+    on(
+        e.StopRequested,
+        S.DRAINING,
+        None,
+        "stopping prevails over recovering",
+        when="stop_prevails",
+        do="drain_to_stop",
+    ),
+    on(
+        e.TrainingCompleted,
+        S.DRAINING,
+        None,
+        "the last step was committed after all: nothing is left to do",
+        do="drain_to_complete",
+    ),
+    on(
+        e.ClusterLost,
+        S.DRAINING,
+        None,
+        "evidence, no new failure",
+        do="lose_slots",
+    ),
+    *[
+        row
+        for event, more in ((e.WorkersGone, ""), (e.ExitUnproven, "quarantine_slots "))
+        for row in (
+            on(
+                event,
+                S.DRAINING,
+                S.COMPLETED,
+                "all is committed and the workers are gone",
+                when="drains_to_complete",
+                do=f"{more}finish",
+            ),
+            on(
+                event,
+                S.DRAINING,
+                S.FAILED,
+                "no retry can help",
+                when="drains_to_fail",
+                do=f"{more}finish",
+            ),
+            on(
+                event,
+                S.DRAINING,
+                S.STOPPED,
+                "stopped as asked",
+                when="drains_to_stop",
+                do=f"{more}finish",
+            ),
+            on(
+                event,
+                S.DRAINING,
+                None,
+                "the incident is charged to its budget",
+                do=f"{more}judge_incident",
+            ),
+        )
+    ],
+    on(
+        e.RetryGranted,
+        S.DRAINING,
+        S.RESTORING,
+        "the next generation may start",
+        do="issue_generation back_off",
+    ),
+    on(e.RetryBudgetExhausted, S.DRAINING, S.FAILED, "the budget is spent", do="give_up finish"),
+    on(e.RetryRuledOut, S.DRAINING, S.FAILED, "no retry can help", do="give_up finish"),
+]
+
+RESTORING = [
+    on(
+        e.DeadlinePassed,
+        S.RESTORING,
+        None,
+        "the backoff is over",
+        when="backoff_ended",
+        do="select_restore_point",
+    ),
+    on(
+        e.RestorePointSelected,
+        S.RESTORING,
+        None,
+        "new workers start in the slots that are there",
+        when="slots_intact",
+        do="accept_restore_point restore_workers",
+    ),
+    on(
+        e.RestorePointSelected,
+        S.RESTORING,
+        S.PROVISIONING,
+        "slots are missing; the restore point is carried along",
+        do="accept_restore_point place_slots",
+    ),
+    on(
+        e.WorkersRestored,
+        S.RESTORING,
+        S.RUNNING,
+        "every worker holds the restore point",
+        do="close_incident",
+    ),
+]
+
+HOUSEKEEPING = [
+    on(
+        e.HeartbeatStoreLost,
+        LIVE,
+        None,
+        "blind, not dead: verdicts freeze and training goes on",
+        do="note_blindness",
+    ),
+    on(
+        e.HeartbeatStoreRecovered,
+        LIVE,
+        None,
+        "sight is back and every lease starts afresh",
+        do="note_sight",
+    ),
+    on(
+        e.HousekeepingFailed,
+        LIVE,
+        None,
+        "nothing waits for it, but a person should know",
+        do="report_housekeeping",
+    ),
+]
+
+NO_WORKER = "no worker of this generation exists yet"
+IGNORED = [
+    *ignore([e.JobStarted], [s for s in LIVE if s is not S.PROVISIONING], "a run opens once"),
+    *ignore([e.DeadlinePassed], LIVE, "nothing waits for it any more"),
+    *ignore(
+        [e.RestorePointSelected],
+        (S.INITIALIZING, S.RUNNING),
+        "the generation has its restore point already",
+    ),
+    *ignore([e.RestorePointSelected], S.DRAINING, "found after the drain had begun"),
+    *ignore(
+        [e.RestorePointsExhausted],
+        (S.INITIALIZING, S.RUNNING),
+        "the generation has its restore point already",
+    ),
+    *ignore([e.RestorePointsExhausted], S.DRAINING, "found after the drain had begun"),
+    *ignore([e.RestorePointRejected], S.PROVISIONING, NO_WORKER),
+    *ignore([e.RestorePointRejected], S.RUNNING, "all workers said that they hold it"),
+    *ignore([e.RestorePointRejected], S.DRAINING, "evidence, no new failure"),
+    *ignore(
+        [e.RestorePointQuarantined], (*SETTLED, S.DRAINING), "the drain no longer waits for it"
+    ),
+    *ignore(
+        [e.SlotsPlaced, e.CapacityMissing, e.PlacementTimedOut, e.PlacementFailed],
+        (S.INITIALIZING, S.RUNNING, S.RESTORING),
+        "the generation has its slots already",
+    ),
+    *ignore(
+        [e.SlotsPlaced, e.CapacityMissing, e.PlacementTimedOut, e.PlacementFailed],
+        S.DRAINING,
+        "found after the drain had begun; the slots are released or placed anew",
+    ),
+    *ignore([e.WorkersStarted], S.PROVISIONING, NO_WORKER),
+    *ignore([e.WorkersStarted], S.RUNNING, "said twice"),
+    *ignore([e.WorkersStarted], S.DRAINING, "started before the order to end reached the slots"),
+    *ignore([e.WorkersInitialized], (S.PROVISIONING, S.RESTORING), NO_WORKER),
+    *ignore([e.WorkersInitialized], S.RUNNING, "said twice"),
+    *ignore([e.WorkersInitialized], S.DRAINING, "said before the order to end arrived"),
+    *ignore([e.WorkersRestored], (S.PROVISIONING, S.INITIALIZING), NO_WORKER),
+    *ignore([e.WorkersRestored], S.RUNNING, "said twice"),
+    *ignore([e.WorkersRestored], S.DRAINING, "said before the order to end arrived"),
+    *ignore(
+        [e.InitializationFailed, e.RestoreFailed, e.HeartbeatLost, e.ProgressStalled],
+        S.PROVISIONING,
+        NO_WORKER,
+    ),
+    *ignore([e.WorkerCrashed, e.WorkerRaised], S.PROVISIONING, NO_WORKER),
+    *ignore(
+        [e.InitializationFailed, e.RestoreFailed],
+        S.RUNNING,
+        "all workers said that they were ready",
+    ),
+    *ignore(
+        [e.FirstStepTaken, e.CheckpointCommitted, e.CheckpointFailed, e.TrainingCompleted],
+        S.PROVISIONING,
+        NO_WORKER,
+    ),
+    *ignore(
+        [e.FirstStepTaken, e.CheckpointCommitted, e.CheckpointFailed, e.TrainingCompleted],
+        STARTING,
+        "not all workers are ready, so none has stepped",
+    ),
+    *ignore([e.WorkersSaved, e.LastSaveFailed], SETTLED, "no last save was asked for"),
+    *ignore([e.WorkersSaved, e.LastSaveFailed], S.DRAINING, "the drain no longer waits for it"),
+    *ignore([e.EvidenceCollected], SETTLED, "the incident is closed"),
+    *ignore([e.EvidenceCollected], S.DRAINING, "the drain no longer waits for it"),
+    *ignore([e.WorkersGone, e.ExitUnproven], SETTLED, "the order to end was another generation's"),
+    *ignore([e.StopRequested], S.DRAINING, "asked twice, or the end is decided already"),
+    *ignore(
+        [event for event in e.EVENTS.values() if event not in e.RAISED],
+        sorted(TERMINAL, key=lambda state: state.name),
+        "nothing follows an end",
+    ),
+]
+
+TRANSITIONS: list[Row] = [
+    *STARTING_UP,
+    *RUNNING,
+    *FAILURES,
+    *DRAINING,
+    *RESTORING,
+    *HOUSEKEEPING,
+    *IGNORED,
+]
+
+# Raised events have no row elsewhere: the core raises them while it drains and nowhere else.
+IMPOSSIBLE = frozenset(
+    (event, state) for event in e.RAISED for state in State if state is not S.DRAINING
+)

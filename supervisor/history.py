@@ -1,0 +1,97 @@
+"""What a run amounts to: recoveries with their split, and goodput. It only reads."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from supervisor.journal import Record
+
+METRICS_FILE = "metrics.jsonl"
+
+# Each stage of a recovery ends with the first of its events after the failure.
+_STAGES = (
+    ("evidence_s", ("evidence_collected",)),
+    ("kill_s", ("workers_gone", "exit_unproven")),
+    ("select_s", ("restore_point_selected",)),
+    ("place_s", ("slots_placed",)),
+    ("start_s", ("workers_started",)),
+    ("load_s", ("workers_restored", "workers_initialized")),
+    ("step_s", ("first_step_taken",)),
+)
+
+
+def recoveries(records: Iterable[Record]) -> list[dict[str, Any]]:
+    """A row per incident of these records: who, why, and where the seconds went.
+
+    `total_s` runs from the failure to the end of the first new step; it is None, like the stages
+    that were not reached, while the job has not recovered.
+    """
+    rows: list[dict[str, Any]] = []
+    for record in records:
+        if record["kind"] != "move":
+            continue
+        event, name = record["event"], record["event"]["event"]
+        opened = record["target"] == "DRAINING" and record["source"] != "DRAINING"
+        if opened and name not in ("training_completed", "stop_requested"):
+            rows.append(_row(event))
+        elif rows and rows[-1]["total_s"] is None:
+            _advance(rows[-1], event)
+    for row in rows:
+        del row["_at"]
+    return rows
+
+
+def _row(event: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "event": event["event"],
+        "ranks": event.get("ranks", []),
+        "generation": event.get("generation"),
+        "step": event.get("step"),
+        "phase": event.get("phase"),
+        "at": event["at"],
+        "_at": event["at"],
+        "resumed_step": None,
+        "total_s": None,
+    }
+
+
+def _advance(row: dict[str, Any], event: dict[str, Any]) -> None:
+    for stage, names in _STAGES:
+        if event["event"] in names:
+            row[stage] = round(row.get(stage, 0.0) + event["at"] - row["_at"], 4)
+            row["_at"] = event["at"]
+    if event["event"] in ("retry_granted", "deadline_passed"):
+        row["backoff_s"] = round(row.get("backoff_s", 0.0) + event["at"] - row["_at"], 4)
+        row["_at"] = event["at"]
+    if event["event"] == "first_step_taken":
+        row["resumed_step"] = event["step"]
+        row["total_s"] = round(event["at"] - row["at"], 4)
+
+
+def step_rows(run_dir: Path) -> dict[int, dict[str, Any]]:
+    """metrics.jsonl by step, the highest generation winning; torn lines are left out."""
+    rows: dict[int, dict[str, Any]] = {}
+    try:
+        text = (run_dir / METRICS_FILE).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return rows
+    for line in text.splitlines():
+        try:
+            row = json.loads(line)
+            step, generation = int(row["step"]), int(row["generation"])
+        except (ValueError, KeyError, TypeError):
+            continue
+        if step not in rows or generation >= rows[step]["generation"]:
+            rows[step] = row
+    return rows
+
+
+def goodput(run_dir: Path, *, since: float, elapsed_s: float) -> float | None:
+    """The share of the time since `since` (seconds since the epoch) spent on steps that count."""
+    useful_s = sum(
+        float(row.get("step_s") or 0.0)
+        for row in step_rows(run_dir).values()
+        if float(row.get("at") or 0.0) >= since
+    )
+    return round(min(1.0, useful_s / elapsed_s), 4) if elapsed_s > 0 else None

@@ -1,0 +1,153 @@
+"""What the workers of one generation said, as events. It performs nothing and reads no clock."""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from supervisor.fsm import events as e
+
+Record = dict[str, Any]
+
+# What JAX prints before it aborts a process because a peer, or process 0, is gone.
+_PEER_IS_GONE = (
+    "JAX distributed service detected fatal errors",
+    "Terminating process because",
+    "coordination service",
+    "coordination_service",
+    "PollForError",
+    "Shutdown barrier",
+)
+
+
+class Roster:
+    """The ranks of one generation: who is ready, who saved, who ended, and what that means.
+
+    `restoring` says whether this start is a recovery. What only a training generation can say is
+    held back until all ranks are ready, since slots report on separate ways.
+    """
+
+    def __init__(self, *, generation: int, world_size: int, restoring: bool) -> None:
+        self.generation = generation
+        self.world_size = world_size
+        self.restoring = restoring
+        self.ending = False  # An order to end was given: exits are no news.
+        self.said: dict[str, dict[int, Record]] = {}
+        self.phases: dict[int, str] = dict.fromkeys(range(world_size), "initialize")
+        self._held: list[Record] = []
+        self._changed = asyncio.Event()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether every rank holds its starting state."""
+        return len(self.said.get("ready", {})) == self.world_size
+
+    async def until(self, happened: Callable[["Roster"], bool]) -> None:
+        """Wait until `happened`; the caller sets the bound."""
+        while not happened(self):
+            self._changed.clear()
+            await self._changed.wait()
+
+    def take(self, record: Record, at: float) -> list[e.Event]:
+        """The events that one report or exit amounts to, often none. `at` in seconds."""
+        self._changed.set()
+        kind, rank = str(record["report"]), int(record["rank"])
+        if kind == "phase":
+            self.phases[rank] = str(record["phase"])
+            return []
+        first = rank not in self.said.setdefault(kind, {})
+        self.said[kind][rank] = record
+        if kind in ("stepped", "checkpoint_committed", "checkpoint_failed", "completed"):
+            self._held.append(record)
+            return list(self._training(at))
+        if kind == "ready" and self.is_ready and first:
+            ready = e.WorkersRestored if self.restoring else e.WorkersInitialized
+            every_rank = ready(at=at, generation=self.generation, step=int(record["step"]))
+            return [every_rank, *self._training(at)]
+        if kind == "restore_rejected":
+            path, why = str(record["path"]), str(record["reason"])
+            return [
+                e.RestorePointRejected(
+                    at=at, generation=self.generation, ranks=(rank,), path=path, why=why
+                )
+            ]
+        if kind == "raised":
+            return [self._raised(record, rank, at)]
+        if kind == "exit":
+            return self._exited(record, rank, at)
+        return []
+
+    def _training(self, at: float) -> Iterator[e.Event]:
+        if not self.is_ready:
+            return
+        held, self._held = self._held, []
+        for record in held:
+            common: dict[str, Any] = {"at": at, "generation": self.generation}
+            step = int(record["step"])
+            match record["report"]:
+                case "stepped" if len(self.said["stepped"]) == 1:
+                    yield e.FirstStepTaken(**common, step=step)
+                case "checkpoint_committed":
+                    yield e.CheckpointCommitted(
+                        **common,
+                        step=step,
+                        path=str(record["path"]),
+                        duration_s=round(float(record["seconds"]), 3),
+                    )
+                case "checkpoint_failed":
+                    yield e.CheckpointFailed(**common, step=step, error=str(record["error"]))
+                case "completed" if record["rank"] == 0:
+                    yield e.TrainingCompleted(
+                        **common,
+                        step=step,
+                        params_digest=str(record["params_digest"]),
+                        loss=record.get("loss"),
+                        held_out_loss=record.get("held_out_loss"),
+                    )
+
+    def _raised(self, record: Record, rank: int, at: float) -> e.Event:
+        common: dict[str, Any] = {"at": at, "generation": self.generation, "ranks": (rank,)}
+        error = dict(record["error"])
+        if record.get("startup"):
+            return e.InitializationFailed(
+                **common, error=f"{error.get('type')}: {error.get('message')}"
+            )
+        phase, secondary = str(record["phase"]), bool(record.get("collective"))
+        if phase == "restore" and not secondary:
+            return e.RestoreFailed(**common, error=error)
+        return e.WorkerRaised(
+            **common, error=error, phase=phase, step=_step(record), primary=not secondary
+        )
+
+    def _exited(self, record: Record, rank: int, at: float) -> list[e.Event]:
+        explained = ("raised", "restore_rejected", "completed")
+        if self.ending or any(rank in self.said.get(kind, {}) for kind in explained):
+            return []
+        tail = [str(line) for line in record.get("log_tail", [])]
+        return [
+            e.WorkerCrashed(
+                at=at,
+                generation=self.generation,
+                ranks=(rank,),
+                status=record.get("status"),
+                signal=record.get("signal"),
+                phase=str(record.get("phase") or self.phases[rank]),
+                step=_step(record),
+                primary=not (record.get("signal") == "SIGABRT" and _lost_a_peer(tail)),
+                detail=_last_words(tail),
+            )
+        ]
+
+
+def _step(record: Record) -> int:
+    step = record.get("step")
+    return -1 if step is None else int(step)
+
+
+def _lost_a_peer(tail: list[str]) -> bool:
+    return any(word in line for line in tail for word in _PEER_IS_GONE)
+
+
+def _last_words(tail: list[str]) -> str:
+    """The last line that says something, at most 200 characters."""
+    spoken = [line.strip() for line in tail if line.strip()]
+    return spoken[-1][:200] if spoken else ""
