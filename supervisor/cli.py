@@ -1,0 +1,390 @@
+"""The command line: one function a command. Each returns the exit status; none decides anything.
+
+Whatever is slow to import (the daemon, Ray) is imported by the command that needs it.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from supervisor.errors import EverstepError, NotRunning, OperatorError
+from trainer.settings import SettingsError, read_settings
+
+FAULT_KINDS = ("kill", "stop", "raise", "segfault", "exit", "hold-gil", "allocate", "sleep")
+PHASES = ("initialize", "compile", "restore", "step", "evaluate", "checkpoint")
+_DEFAULT_CONFIG = "job.toml"
+_STOP_WAIT_S = 600.0
+_STATUSES = """\
+exit status of a run:
+  0   COMPLETED
+  2   the settings are wrong
+  3   FAILED: a retry budget is exhausted
+  4   FAILED: retrying cannot help (do not requeue)
+  5   STOPPED by an operator (do not requeue; the same command resumes)
+  70  a bug of ours
+  73  another daemon runs this job
+  75  STOPPED by a signal or preemption (requeue: the same command resumes)
+
+example:
+  python -m supervisor --config job.toml --set trainer.steps=200
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status."""
+    options = _parser().parse_args(arguments)
+    command: Callable[[argparse.Namespace], int] = options.command
+    try:
+        return command(options)
+    except SettingsError as error:
+        for problem in error.problems:
+            print(problem, file=sys.stderr)
+        return error.exit_status
+    except EverstepError as error:
+        print(f"{error}", file=sys.stderr)
+        return error.exit_status
+    except BrokenPipeError:  # whoever read our output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        return 75 if command is run else 130
+    except Exception:
+        traceback.print_exc()
+        print("This is a bug of everstep; please report the lines above.", file=sys.stderr)
+        return 70
+
+
+# ------------------------------------------------------------------------------- commands
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the job in the foreground until it ends."""
+    from supervisor.config import Settings, job_directory
+    from supervisor.errors import DiskError
+    from supervisor.log import configure
+
+    config_path = Path(options.config).resolve()
+    settings, origins = read_settings(Settings, options.config, options.set)
+    terminal = sys.stdout.isatty() and not options.plain
+    run_dir = job_directory(settings.job, config_path)
+    try:
+        configure(run_dir if terminal else None)
+    except OSError as error:
+        raise DiskError(
+            f"{run_dir} cannot be written ({error.strerror}); set job.run_dir to a place that can"
+        ) from error
+
+    import asyncio
+
+    from supervisor.daemon import run_daemon
+
+    status: int = asyncio.run(run_daemon(settings, origins, config_path, terminal))
+    if terminal:
+        _print_result(run_dir)
+    return status
+
+
+def check(options: argparse.Namespace) -> int:
+    """Validate the settings and print what is in force, and where each value came from."""
+    from supervisor.config import Settings, describe, effective, job_directory
+
+    try:
+        settings, origins = read_settings(Settings, options.config, options.set)
+    except SettingsError as error:
+        if not options.json:
+            raise
+        print(json.dumps({"ok": False, "problems": error.problems}, indent=2))
+        return error.exit_status
+    rows = effective(settings, origins)
+    run_dir = job_directory(settings.job, options.config)
+    if options.json:
+        print(json.dumps({"ok": True, "run_dir": str(run_dir), "settings": rows}, indent=2))
+    else:
+        print(describe(rows))
+        print(f"\nThe settings are fine. Files go to {run_dir}")
+    return 0
+
+
+def status(options: argparse.Namespace) -> int:
+    """Print the state of the job: asked of its daemon, or read from its files."""
+    from supervisor.control import ask
+    from supervisor.recorded import recorded_status
+
+    run_dir = _run_dir(options)
+    try:
+        snapshot: dict[str, Any] | None = ask(run_dir, {"command": "status"})
+        assert snapshot is not None
+        snapshot.pop("ok")
+    except NotRunning as error:
+        if _is_held(run_dir):  # alive but silent is not the same as gone
+            print(f"{error}; what follows is from its files", file=sys.stderr)
+        snapshot = recorded_status(run_dir)
+    if snapshot is None:
+        raise OperatorError(f"{run_dir}: no job has run here")
+    if options.json:
+        print(json.dumps(snapshot, indent=2, default=str))
+    else:
+        from rich.console import Console
+
+        from supervisor.display import render
+
+        Console().print(render(snapshot))
+    return 0
+
+
+def events(options: argparse.Namespace) -> int:
+    """Print the decisions of the job's journal, oldest first."""
+    from supervisor.journal import read_journal
+    from supervisor.recorded import JOURNAL_FILE
+    from supervisor.story import tell
+
+    path = _run_dir(options) / JOURNAL_FILE
+    if not path.exists() and not options.follow:
+        raise OperatorError(f"{path}: no job has run here")
+    lines = 0
+    size = -1
+    while True:
+        if path.exists() and path.stat().st_size != size:
+            size = path.stat().st_size
+            for number, record in enumerate(read_journal(path)):
+                if number < lines:
+                    continue
+                lines = number + 1
+                text = json.dumps(record, default=str) if options.json else tell(record)
+                if text is not None:
+                    print(text, flush=True)
+        if not options.follow:
+            return 0
+        time.sleep(0.2)
+
+
+def replay(options: argparse.Namespace) -> int:
+    """Run the recorded events through the state machine again; status 1 at the first difference."""
+    from supervisor.recorded import JOURNAL_FILE
+    from supervisor.replay import replay_file
+
+    path = Path(options.file) if options.file else _run_dir(options) / JOURNAL_FILE
+    report = replay_file(path)
+    if options.json:
+        found = {"file": str(path), "moves": report.moves, "state": report.state}
+        found |= {"difference": report.difference or None, "notes": list(report.notes)}
+        print(json.dumps(found, indent=2))
+    else:
+        print(*report.notes, sep="\n", end="\n" if report.notes else "")
+        print(f"{path}: {report.moves} moves, {'a' if report.difference else 'no'} difference")
+        print(report.difference, end="\n" if report.difference else "")
+    return 1 if report.difference else 0
+
+
+def graph(options: argparse.Namespace) -> int:
+    """Print the state machine as Markdown with a Mermaid diagram, made from the table that runs."""
+    from supervisor.fsm.render import render
+
+    text = render()
+    print(json.dumps({"markdown": text}) if options.json else text)
+    return 0
+
+
+def stop(options: argparse.Namespace) -> int:
+    """Ask the daemon to save and stop, or with --now to end the workers at once."""
+    from supervisor.control import ask
+    from supervisor.recorded import read_result
+
+    run_dir = _run_dir(options)
+    ask(run_dir, {"command": "stop", "now": options.now})
+    if not options.wait:
+        print("The order is accepted; `status` shows how far it is.")
+        return 0
+    give_up_at = time.monotonic() + options.timeout
+    while _is_held(run_dir):
+        if time.monotonic() > give_up_at:
+            raise NotRunning(f"the daemon still runs after {options.timeout:g} s; see `status`")
+        time.sleep(0.1)
+    result = read_result(run_dir)
+    if result is None:
+        raise OperatorError(f"the daemon ended without a result; see {run_dir}")
+    _print_result(run_dir)
+    return 0
+
+
+def fault(options: argparse.Namespace) -> int:
+    """Strike one worker, to see the job recover."""
+    from supervisor.control import ask
+
+    request = {"command": "fault"}
+    for name in ("rank", "kind", "phase", "step", "seconds"):
+        request[name] = getattr(options, name)
+    answer = ask(_run_dir(options), request)
+    when = "".join(
+        f" {word} {value}"
+        for word, value in (("in phase", options.phase), ("at step", options.step))
+        if value is not None
+    )
+    print(answer.get("message") or f"Rank {options.rank}: {options.kind}{when or ' now'}.")
+    return 0
+
+
+# ------------------------------------------------------------------------------- helpers
+
+
+def _run_dir(options: argparse.Namespace) -> Path:
+    """`<run_dir>/<job>`, given by --run or found through the settings."""
+    if options.run is not None:
+        return Path(options.run).resolve()
+    from supervisor.config import Location, job_directory
+
+    location, _ = read_settings(Location, options.config, options.set)
+    return job_directory(location.job, options.config)
+
+
+def _is_held(run_dir: Path) -> bool:
+    from supervisor.lock import is_held
+
+    return is_held(run_dir)
+
+
+def _print_result(run_dir: Path) -> None:
+    from supervisor.recorded import read_result
+
+    result = read_result(run_dir)
+    if result is None:
+        return
+    step = "" if result.get("step") is None else f" at step {result['step']}"
+    reason = f": {result['reason']}" if result.get("reason") else ""
+    print(f"{result.get('state')}{step}{reason}")
+    print(f"Files: {run_dir}")
+
+
+# ------------------------------------------------------------------------------- arguments
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m supervisor",
+        description="Keeps a distributed JAX training job stepping. Without a command it runs the "
+        "job in the foreground; the same command resumes it.",
+        epilog=_STATUSES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(command=run, run=None)
+    _add_settings(parser, default=True)
+    _add_plain(parser, default=False)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+
+    one = _add(commands, "run", run, "run the job (the default)", "run --set trainer.steps=200")
+    _add_settings(one)
+    _add_plain(one)
+    one = _add(commands, "check", check, "validate the settings", "check --config job.toml")
+    _add_settings(one)
+    _add_json(one)
+    one = _add(commands, "status", status, "how the job is doing", "status --json")
+    _add_place(one)
+    _add_json(one)
+    one = _add(commands, "events", events, "what was decided, and why", "events --follow")
+    _add_place(one)
+    _add_json(one)
+    one.add_argument("--follow", action="store_true", help="go on as lines are added")
+    one = _add(commands, "replay", replay, "run a journal again", "replay runs/first/journal.jsonl")
+    one.add_argument("file", nargs="?", metavar="FILE", help="a journal; the job's if left out")
+    _add_place(one)
+    _add_json(one)
+    one = _add(commands, "graph", graph, "the state machine as a diagram", "graph > machine.md")
+    _add_json(one)
+    _add_stop(commands)
+    _add_fault(commands)
+    return parser
+
+
+def _add_stop(commands: Any) -> None:
+    one = _add(commands, "stop", stop, "save and stop the job", "stop --config job.toml")
+    _add_place(one)
+    one.add_argument("--now", action="store_true", help="end the workers at once, without saving")
+    one.add_argument(
+        "--wait",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="until the daemon is gone (the default)",
+    )
+    one.add_argument(
+        "--timeout",
+        type=float,
+        default=_STOP_WAIT_S,
+        metavar="SECONDS",
+        help=f"wait at most so long (default {_STOP_WAIT_S:g})",
+    )
+
+
+def _add_fault(commands: Any) -> None:
+    one = _add(commands, "fault", fault, "a drill: strike one worker", "fault --rank 1 --kind kill")
+    _add_place(one)
+    one.add_argument("--rank", type=int, required=True, help="the worker to strike, from 0")
+    one.add_argument(
+        "--kind",
+        choices=FAULT_KINDS,
+        required=True,
+        help="kill: SIGKILL; stop: SIGSTOP, so that it hangs; raise: an exception; segfault: "
+        "SIGSEGV; exit: it leaves with status 0; hold-gil: its interpreter hangs; allocate: it "
+        "runs out of memory; sleep: its loop sleeps",
+    )
+    one.add_argument("--phase", choices=PHASES, help="strike when it next enters this phase")
+    one.add_argument("--step", type=int, help="strike at this step, from 0")
+    one.add_argument("--seconds", type=float, help="sleep so long (for ever if left out)")
+
+
+def _add(
+    commands: Any,
+    name: str,
+    command: Callable[[argparse.Namespace], int],
+    summary: str,
+    example: str,
+) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=summary,
+        description=command.__doc__,
+        epilog=f"example:\n  python -m supervisor {example}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(command=command)
+    return parser
+
+
+def _add_settings(parser: argparse.ArgumentParser | Any, *, default: bool = False) -> None:
+    # Options may stand before or after the command: only the outer parser has defaults.
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        default=_DEFAULT_CONFIG if default else argparse.SUPPRESS,
+        help=f"the file of settings (default {_DEFAULT_CONFIG})",
+    )
+    parser.add_argument(
+        "--set",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[] if default else argparse.SUPPRESS,
+        help="override a setting, VALUE in TOML; repeatable",
+    )
+
+
+def _add_place(parser: argparse.ArgumentParser) -> None:
+    _add_settings(parser)
+    parser.add_argument("--run", metavar="DIR", help="the job's directory, instead of --config")
+
+
+def _add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="an answer for programs")
+
+
+def _add_plain(parser: argparse.ArgumentParser, *, default: bool | None = None) -> None:
+    parser.add_argument(
+        "--plain",
+        action="store_true",
+        default=argparse.SUPPRESS if default is None else default,
+        help="JSON lines even on a terminal",
+    )

@@ -1,0 +1,259 @@
+"""The live picture of a running job: a panel on a terminal, a JSON line now and then elsewhere.
+
+It only looks at snapshots; whatever goes wrong while drawing never reaches the job.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import structlog
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+# What `status --json` answers (DESIGN section 10), and beside it, each missing or None if unknown:
+# job (its name), loss, held_out_loss, unigram_entropy (nats a byte), tokens_per_s, step_s,
+# time_left_s, uptime_s, last_event {event, at, why}, hint (one line for a newcomer).
+Snapshot = Mapping[str, Any]
+
+_COLOURS = {
+    "RUNNING": "green",
+    "COMPLETED": "green",
+    "FAILED": "red",
+    "DRAINING": "yellow",
+    "RESTORING": "yellow",
+    "STOPPED": "yellow",
+}
+_WORKERS_SHOWN = 8
+_log = structlog.get_logger()
+
+
+class Display:
+    """Shows `snapshot()` every `every_s` until stopped.
+
+    On a terminal: a live panel. Elsewhere: a log line `progress` at most every `progress_s`, when
+    the step or the state has changed. Use: `task = create_task(display.run())`, at the end
+    `display.stop()` and `await task`; the last picture then stays on the screen.
+    """
+
+    def __init__(
+        self,
+        snapshot: Callable[[], Snapshot],
+        *,
+        terminal: bool,
+        console: Console | None = None,
+        every_s: float = 0.5,
+        progress_s: float = 10.0,
+    ) -> None:
+        self._snapshot = snapshot
+        self._terminal = terminal
+        self._console = console or Console()
+        self._every_s = every_s
+        self._progress_s = progress_s
+        self._stopped = asyncio.Event()
+
+    async def run(self) -> None:
+        """Show until `stop()`; returns early, with a log line, if the screen goes away."""
+        try:
+            if self._terminal:
+                await self._draw()
+            else:
+                await self._tell()
+        except Exception:  # training is worth more than its picture
+            _log.exception("display_lost")
+
+    def stop(self) -> None:
+        """Show the last picture and let `run` return."""
+        self._stopped.set()
+
+    async def _draw(self) -> None:
+        with Live(console=self._console, auto_refresh=False, transient=False) as live:
+            while True:
+                ending = self._stopped.is_set()
+                live.update(render(self._snapshot()), refresh=True)
+                if ending:
+                    return
+                await self._pause(self._every_s)
+
+    async def _tell(self) -> None:
+        told: tuple[object, ...] = ()
+        while True:
+            ending = self._stopped.is_set()
+            snapshot = self._snapshot()
+            news = (snapshot.get("state"), snapshot.get("generation"), snapshot.get("step"))
+            if news != told:
+                _log.info("progress", **progress(snapshot))
+                told = news
+            if ending:
+                return
+            await self._pause(self._progress_s)
+
+    async def _pause(self, seconds: float) -> None:
+        try:
+            await asyncio.wait_for(self._stopped.wait(), seconds)
+        except TimeoutError:
+            return
+
+
+def progress(snapshot: Snapshot) -> dict[str, Any]:
+    """The fields of a snapshot that are worth a log line; unknown ones are left out."""
+    names = ("state", "generation", "step", "steps", "loss", "held_out_loss", "unigram_entropy")
+    names += ("tokens_per_s", "step_s", "time_left_s")  # type: ignore[assignment]
+    return {name: snapshot[name] for name in names if snapshot.get(name) is not None}
+
+
+def render(snapshot: Snapshot) -> RenderableType:
+    """The panel for one snapshot."""
+    rows = Table.grid(padding=(0, 2))
+    rows.add_column(style="dim", no_wrap=True)
+    rows.add_column(ratio=1)
+    for label, content in (
+        ("state", _state(snapshot)),
+        ("step", _steps(snapshot)),
+        ("training", _training(snapshot)),
+        ("restore from", _restore_point(snapshot)),
+        ("budgets", _budgets(snapshot)),
+        ("incident", _incident(snapshot)),
+        ("last event", _last_event(snapshot)),
+    ):
+        if content is not None:
+            rows.add_row(label, content)
+    parts: list[RenderableType] = [rows]
+    workers = snapshot.get("workers") or ()
+    if workers:
+        parts += [Text(""), _workers(workers)]
+    if snapshot.get("hint"):
+        parts += [Text(""), Text(str(snapshot["hint"]), style="dim")]
+    title = " · ".join(str(word) for word in ("everstep", snapshot.get("job")) if word)
+    return Panel(Group(*parts), title=title, title_align="left")
+
+
+def _state(snapshot: Snapshot) -> Text:
+    state = str(snapshot.get("state") or "unknown")
+    text = Text(state, style=f"bold {_COLOURS.get(state, 'cyan')}")
+    if snapshot.get("generation") is not None:
+        text.append(f"  generation {snapshot['generation']}", style="default not bold")
+    if snapshot.get("uptime_s") is not None:
+        text.append(f"  up {duration(snapshot['uptime_s'])}", style="dim not bold")
+    if not snapshot.get("supervisor"):
+        text.append("  no supervisor is running", style="dim not bold")
+    return text
+
+
+def _steps(snapshot: Snapshot) -> RenderableType | None:
+    step, steps = snapshot.get("step"), snapshot.get("steps")
+    if step is None:
+        return None
+    if not steps:
+        return Text(f"{step:,}")
+    row = Table.grid(padding=(0, 2))
+    words = f"{step:,} of {steps:,}"
+    left_s = snapshot.get("time_left_s")
+    left = f"{duration(left_s)} left" if left_s is not None else ""
+    bar = ProgressBar(total=steps, completed=min(step, steps), width=24)
+    row.add_row(words, bar, f"{100 * step / steps:.0f} %", left)
+    return row
+
+
+def _training(snapshot: Snapshot) -> Text | None:
+    parts = []
+    if snapshot.get("loss") is not None:
+        parts.append(f"loss {snapshot['loss']:.4f}")
+    if snapshot.get("held_out_loss") is not None:
+        held_out = f"held-out {snapshot['held_out_loss']:.4f}"
+        if snapshot.get("unigram_entropy") is not None:
+            held_out += f" (byte-unigram entropy {snapshot['unigram_entropy']:.4f})"
+        parts.append(held_out)
+    if snapshot.get("tokens_per_s") is not None:
+        parts.append(f"{snapshot['tokens_per_s']:,.0f} tokens/s")
+    if snapshot.get("step_s") is not None:
+        parts.append(f"{snapshot['step_s']:.3f} s a step")
+    return Text("  ".join(parts)) if parts else None
+
+
+def _restore_point(snapshot: Snapshot) -> Text | None:
+    point = snapshot.get("restore_point")
+    if not point:
+        return None
+    text = Text(f"{point.get('kind', 'checkpoint')} of step {point.get('step')}")
+    if not point.get("verified", True):
+        text.append(", not verified", style="yellow")
+    step = snapshot.get("step")
+    if isinstance(step, int) and isinstance(point.get("step"), int) and step > point["step"]:
+        text.append(f"  {step - point['step']} steps ago", style="dim")
+    return text
+
+
+def _budgets(snapshot: Snapshot) -> Text | None:
+    """Spent ones only: {"failures": {"used": 1, "max": 10}}; -1 is no limit."""
+    parts = []
+    for name, budget in (snapshot.get("budgets") or {}).items():
+        if isinstance(budget, Mapping) and budget.get("used"):
+            limit = budget.get("max", -1)
+            parts.append(f"{name} {budget['used']}" + (f" of {limit}" if limit != -1 else ""))
+    return Text(", ".join(parts)) if parts else None
+
+
+def _incident(snapshot: Snapshot) -> Text | None:
+    incident = snapshot.get("incident")
+    if not incident:
+        return None
+    number = incident.get("number")
+    words = incident.get("story") or incident.get("cause") or incident.get("event") or ""
+    return Text(f"{number}: {words}" if number is not None else str(words))
+
+
+def _last_event(snapshot: Snapshot) -> Text | None:
+    event = snapshot.get("last_event")
+    if not event:
+        return None
+    if not isinstance(event, Mapping):
+        return Text(str(event))
+    text = Text(f"{clock(event.get('at'))} {event.get('event', '')}")
+    if event.get("why"):
+        text.append(f"  {event['why']}", style="dim")
+    return text
+
+
+def _workers(workers: Sequence[Mapping[str, Any]]) -> RenderableType:
+    """All workers, or of very many those that are furthest behind."""
+    table = Table(box=None, padding=(0, 2), pad_edge=False, header_style="dim")
+    for heading in ("rank", "phase", "step", "beat", "pid", "node"):
+        table.add_column(heading, justify="left" if heading in ("phase", "node") else "right")
+    behind = sorted(workers, key=lambda worker: (worker.get("step") or 0, -_age(worker)))
+    for worker in sorted(behind[:_WORKERS_SHOWN], key=lambda worker: worker.get("rank", 0)):
+        age_s = worker.get("beat_age_s")
+        table.add_row(
+            str(worker.get("rank", "")),
+            str(worker.get("phase") or "-"),
+            "-" if worker.get("step") is None else f"{worker['step']:,}",
+            "-" if age_s is None else f"{age_s:.1f} s ago",
+            str(worker.get("pid") or "-"),
+            str(worker.get("node") or "-"),
+        )
+    if len(workers) <= _WORKERS_SHOWN:
+        return table
+    rest = len(workers) - _WORKERS_SHOWN
+    return Group(table, Text(f"and {rest} more, none of them further behind", style="dim"))
+
+
+def _age(worker: Mapping[str, Any]) -> float:
+    return float(worker.get("beat_age_s") or 0.0)
+
+
+def duration(seconds: float) -> str:
+    """Seconds as h:mm:ss."""
+    whole = max(0, round(seconds))
+    return f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}"
+
+
+def clock(at: object) -> str:
+    """Seconds since the epoch as the local time of day; empty when unknown."""
+    if not isinstance(at, int | float):
+        return ""
+    return time.strftime("%H:%M:%S", time.localtime(at))

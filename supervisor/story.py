@@ -1,0 +1,50 @@
+"""The journal told to people: one move, one line. It adds nothing that is not in the record."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from supervisor.display import clock
+
+_LONGEST = 160  # characters of one detail
+
+
+def tell(record: Mapping[str, Any]) -> str | None:
+    """The line for a record of the journal, or None for those that are no decision."""
+    kind = record.get("kind")
+    if kind == "header":
+        return f"--- epoch {record.get('epoch')}: a daemon takes the job"
+    if kind != "move":
+        return None
+    event = dict(record.get("event") or {})
+    name, at = event.pop("event", "?"), event.pop("at", None)
+    source, target = record.get("source"), record.get("target")
+    states = str(source) if source == target else f"{source} → {target}"
+    words = [f"{clock(at):8}  {states:<28} {name}"]
+    words += [f"{key}={_short(value)}" for key, value in event.items() if _says(value)]
+    lines = [" ".join(words).rstrip()]
+    if record.get("why"):
+        lines.append(f"{'':10}because {record['why']}")
+    effects = [_effect(effect) for effect in record.get("effects") or ()]
+    if effects:
+        lines.append(f"{'':10}then    {', '.join(effects)}")
+    return "\n".join(lines)
+
+
+def _says(value: object) -> bool:
+    return value is not None and value not in ("", [], {}, ())
+
+
+def _short(value: object) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    text = " ".join(text.split())
+    return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
+
+
+def _effect(effect: object) -> str:
+    if not isinstance(effect, Mapping):
+        return str(effect)
+    details = dict(effect)
+    name = details.pop("effect", "?")
+    inside = ", ".join(f"{key}={_short(value)}" for key, value in details.items() if _says(value))
+    return f"{name}({inside})" if inside else str(name)
