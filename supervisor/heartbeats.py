@@ -1,0 +1,215 @@
+"""Redis: heartbeats are read here, all ranks in one round trip, and handed to the monitor.
+
+Decides nothing itself: the monitor suspects, the second witness is asked, the callbacks are told.
+A store that cannot be read or written makes the supervisor blind; it never makes a worker dead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import redis.asyncio
+import structlog
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
+
+from supervisor.deadlines import Deadlines, DeadlineSettings
+from supervisor.monitor import (
+    WITNESS_S,
+    HeartbeatMonitor,
+    Kind,
+    Member,
+    RankView,
+    Suspicion,
+)
+from trainer.heartbeat import BeatMessage, HeartbeatError, beat_key, canary_key
+
+__all__ = [
+    "DeadlineSettings",
+    "Deadlines",
+    "HeartbeatMonitor",
+    "HeartbeatStore",
+    "Kind",
+    "Member",
+    "RankView",
+    "RedisStore",
+    "StoreUnavailable",
+    "Suspicion",
+    "Witness",
+    "watch",
+]
+
+STORE_TIMEOUT_S = 0.5
+CANARY_TTL_MS = 60_000
+
+Witness = Callable[[int, Sequence[int]], Awaitable[Mapping[int, Mapping[str, Any]]]]
+"""Asks the slots of (generation, ranks); ranks that did not answer are missing."""
+
+log = structlog.get_logger(__name__)
+
+
+class StoreUnavailable(Exception):
+    """The store cannot be read or written now; the text says why, without its password."""
+
+
+class HeartbeatStore(Protocol):
+    """Where heartbeats lie; two of them: Redis, and the one of the tests."""
+
+    async def poll(self, keys: Sequence[str]) -> list[str | None]:
+        """Write the canary and read all keys; None where there is none.
+
+        Raises `StoreUnavailable`.
+        """
+        ...
+
+    async def delete(self, keys: Sequence[str]) -> None:
+        """Remove the keys, those that are not there included. Raises `StoreUnavailable`."""
+        ...
+
+
+class RedisStore:
+    """Heartbeats in Redis. Every call ends within about a second, with `StoreUnavailable` if not.
+
+    `url` is redis:// or rediss://, [:PASSWORD@]HOST:PORT; it is never shown. redis-py retries for
+    a minute by default; here nothing is retried: the next poll is the retry.
+    """
+
+    def __init__(self, *, job: str, url: str, timeout_s: float = STORE_TIMEOUT_S) -> None:
+        self._canary = canary_key(job)
+        self._canaries = 0
+        self._timeout_s = timeout_s
+        self._client: redis.asyncio.Redis = redis.asyncio.Redis.from_url(
+            url,
+            socket_timeout=timeout_s,
+            socket_connect_timeout=timeout_s,
+            retry=Retry(NoBackoff(), 0),
+            decode_responses=True,
+            max_connections=2,
+        )
+
+    async def poll(self, keys: Sequence[str]) -> list[str | None]:
+        """Write the canary and read all keys in one round trip; None where there is none."""
+        self._canaries += 1
+        pipeline = self._client.pipeline(transaction=False)
+        pipeline.set(self._canary, self._canaries, px=CANARY_TTL_MS)
+        if keys:
+            pipeline.mget(keys)
+        answers = await self._bounded(pipeline.execute())
+        return list(answers[1]) if keys else []
+
+    async def delete(self, keys: Sequence[str]) -> None:
+        """Remove the keys, those that are not there included."""
+        if keys:
+            await self._bounded(self._client.delete(*keys))
+
+    async def close(self) -> None:
+        """Close the connection; a failure to say goodbye is of no interest."""
+        await self._client.aclose()
+
+    async def _bounded(self, call: Awaitable[Any]) -> Any:
+        try:
+            async with asyncio.timeout(2 * self._timeout_s):
+                return await call
+        except (RedisError, OSError, TimeoutError) as error:
+            # A connection that failed may still hold the answer to a question of the past.
+            await self._client.connection_pool.disconnect()
+            text = str(error) or f"no answer within {self._timeout_s:g} s"
+            raise StoreUnavailable(f"{type(error).__name__}: {text}") from error
+
+
+class _Reader:
+    """Turns what lies in the store into messages; parses only what changed, tells oddities once."""
+
+    def __init__(self, job: str, store: HeartbeatStore) -> None:
+        self._job, self._store = job, store
+        self._known: dict[Member, tuple[str, BeatMessage | None]] = {}
+
+    async def read(self, members: Sequence[Member]) -> dict[Member, BeatMessage | None]:
+        texts = await self._store.poll([beat_key(self._job, *member) for member in members])
+        self._known = {member: self._known[member] for member in members if member in self._known}
+        return {
+            member: None if text is None else self._parse(member, text)
+            for member, text in zip(members, texts, strict=True)
+        }
+
+    def _parse(self, member: Member, text: str) -> BeatMessage | None:
+        before = self._known.get(member)
+        if before and before[0] == text:
+            return before[1]
+        message: BeatMessage | None = None
+        try:
+            message = BeatMessage.from_json(text)
+            if (message.generation, message.rank) != member:
+                raise HeartbeatError(f"says generation {message.generation}, rank {message.rank}")
+        except HeartbeatError as error:
+            message = None
+            if before is None or before[1] is not None:
+                log.warning(
+                    "heartbeat_unreadable", generation=member[0], rank=member[1], why=str(error)
+                )
+        self._known[member] = (text, message)
+        return message
+
+
+async def watch(
+    *,
+    job: str,
+    monitor: HeartbeatMonitor,
+    store: HeartbeatStore,
+    witness: Witness,
+    every_s: float,
+    on_suspicion: Callable[[Suspicion], None],
+    on_store_lost: Callable[[str], None],
+    on_store_recovered: Callable[[], None],
+    on_beats: Callable[[Mapping[Member, BeatMessage]], None],
+) -> None:
+    """Poll until cancelled. `on_suspicion` gets verdicts only: suspicions the slots bear out.
+
+    Time is the loop's own monotonic clock. Who is watched is the monitor's to say and may change
+    between polls; the canary is written even when nobody is.
+    """
+    clock = asyncio.get_running_loop().time
+    reader = _Reader(job, store)
+    broken: set[Member] = set()
+    while True:
+        begun = clock()
+        members = monitor.members()
+        try:
+            beats = await reader.read(members)
+        except StoreUnavailable as error:
+            if not monitor.is_blind:
+                monitor.blind(clock())
+                on_store_lost(str(error))
+        else:
+            if monitor.is_blind:
+                monitor.see(clock())
+                on_store_recovered()
+            suspicions = monitor.observe(begun, beats, read_at=clock())
+            on_beats({member: beat for member, beat in beats.items() if beat is not None})
+            for suspicion in suspicions:
+                testimony = await _ask(witness, suspicion)
+                if verdict := monitor.judge(clock(), suspicion, testimony):
+                    on_suspicion(verdict)
+            broken = _tell_broken_paths(monitor, broken)
+        await asyncio.sleep(max(0.0, begun + every_s - clock()))
+
+
+async def _ask(witness: Witness, suspicion: Suspicion) -> Mapping[int, Mapping[str, Any]]:
+    try:
+        async with asyncio.timeout(WITNESS_S):
+            return await witness(suspicion.generation, suspicion.stalled)
+    except TimeoutError:
+        return {}
+    except Exception as error:
+        log.warning("witness_failed", generation=suspicion.generation, why=repr(error))
+        return {}
+
+
+def _tell_broken_paths(monitor: HeartbeatMonitor, told: set[Member]) -> set[Member]:
+    broken = set(monitor.broken_paths())
+    for generation, rank in sorted(broken - told):
+        log.warning("heartbeat_path_broken", generation=generation, rank=rank)
+    return broken

@@ -1,0 +1,330 @@
+"""Which checkpoint a job may start from: read off the disk, set aside when bad, retired when old.
+
+Structure only: what Orbax (0.12.8, COMMIT_FILE mode) leaves of a finished save. Contents are for
+the workers to verify by digest. Imports neither orbax nor jax, and never follows a symbolic link.
+
+    <run_dir>/<job>/checkpoints/generation-N/STEP    a save, finished or not
+                                quarantine/NAME      set aside, with NAME.reason.txt beside it
+                                trash/NAME           renamed away, about to be deleted
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import stat
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+KEEP_MIN = 2
+QUARANTINED_MAX = 8
+"""Older ones are deleted by `prune`: evidence must not fill the disk that saves go to."""
+
+COMMIT_MARKER = "commit_success.txt"  # written last of all
+STEP_METADATA = "_CHECKPOINT_METADATA"
+ITEMS = ("meta", "state")
+ESSENTIAL_FILES = ("meta/metadata", "state/_METADATA", "state/manifest.ocdbt")
+META_BYTES_MAX = 64 * 2**20
+
+_GENERATION = re.compile(r"generation-(0|[1-9][0-9]*)")
+_STEP = re.compile(r"0|[1-9][0-9]*")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestorePoint:
+    """A state that can be loaded: `step` is the number of finished steps."""
+
+    kind: Literal["checkpoint"] = "checkpoint"
+    step: int
+    generation: int
+    path: Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rejected:
+    """Something under `checkpoints/` that is no restore point, and why.
+
+    `unfinished` says that its save never ended, which is the ordinary trace of a killed worker.
+    """
+
+    path: Path
+    reason: str
+    unfinished: bool = False
+
+
+class _Flaw(Exception):
+    def __init__(self, reason: str, *, unfinished: bool = False) -> None:
+        super().__init__(reason)
+        self.unfinished = unfinished
+
+
+def find(run_dir: Path, accepted: Collection[int] | None = None) -> list[RestorePoint]:
+    """All restore points, newest first: by step, then by generation.
+
+    `run_dir` is `<run_dir>/<job>`; `accepted` are the generations that the journal made active,
+    None for any. Raises OSError where the disk cannot be read: that is not "there are none".
+    """
+    return survey(run_dir, accepted)[0]
+
+
+def survey(
+    run_dir: Path, accepted: Collection[int] | None = None
+) -> tuple[list[RestorePoint], list[Rejected]]:
+    """Like `find`, with everything that was passed over and the reason for each."""
+    points: list[RestorePoint] = []
+    rejected: list[Rejected] = []
+    for entry in _entries(run_dir, rejected):
+        try:
+            point = _examine(entry)
+            if accepted is not None and point.generation not in accepted:
+                raise _Flaw(f"generation {point.generation} was never active")
+        except _Flaw as flaw:
+            rejected.append(Rejected(path=entry, reason=str(flaw), unfinished=flaw.unfinished))
+        else:
+            points.append(point)
+    points.sort(key=lambda point: (point.step, point.generation), reverse=True)
+    return points, rejected
+
+
+def meta(point: RestorePoint) -> dict[str, Any]:
+    """The JSON item saved with the state: step, generation, world size, digests, environment.
+
+    Raises OSError or ValueError where it cannot be read.
+    """
+    found = json.loads(_read_bounded(point.path / "meta" / "metadata"))
+    if not isinstance(found, dict):
+        raise ValueError(f"{point.path}: the item meta is no JSON object")
+    return found
+
+
+def quarantine(point: RestorePoint, reason: str) -> Path:
+    """Set a bad one aside, where no search looks, with its reason in a file; returns where.
+
+    Raises OSError; a point that is already gone is a FileNotFoundError.
+    """
+    return _set_aside(point.path, reason)
+
+
+def quarantine_above(run_dir: Path, step: int, reason: str) -> list[Path]:
+    """Set aside whatever lies above the target of a rollback, finished or not, of any generation.
+
+    For a moment without a living generation: a save that is under way would be torn away.
+    """
+    doomed = [
+        entry
+        for entry in _entries(run_dir, [])
+        if (claimed := re.match(r"[0-9]+", entry.name)) and int(claimed[0]) > step
+    ]
+    return [_set_aside(entry, reason) for entry in doomed]
+
+
+def prune(run_dir: Path, keep: int, verified: Collection[tuple[int, int]]) -> list[RestorePoint]:
+    """Delete what is older than the `keep` newest verified points; returns what went.
+
+    `verified` holds (generation, step) of saves that were read back and found equal. With fewer
+    than `keep` of them on the disk nothing is deleted. Unfinished saves are left alone: one may be
+    under way. Raises ValueError for a `keep` below 2, OSError where the disk refuses.
+    """
+    if keep < KEEP_MIN:
+        raise ValueError(f"keep = {keep}: at least {KEEP_MIN} verified checkpoints must stay")
+    points = find(run_dir)
+    good = [point for point in points if (point.generation, point.step) in verified]
+    doomed = [] if len(good) < keep else [p for p in points if p.step < good[keep - 1].step]
+    for point in doomed:
+        _discard(run_dir, point.path)
+    _empty_trash(run_dir)
+    _bound_quarantine(run_dir)
+    return doomed
+
+
+def sweep_unfinished(run_dir: Path, live: Collection[int] = ()) -> list[Path]:
+    """Delete the remains of saves that never ended and of deletions that were cut short.
+
+    Generations in `live` are left alone. Finished saves that are damaged stay where they are.
+    """
+    _, rejected = survey(run_dir)
+    live_names = {f"generation-{generation}" for generation in live}
+    doomed = [
+        one.path for one in rejected if one.unfinished and one.path.parent.name not in live_names
+    ]
+    for path in doomed:
+        _discard(run_dir, path)
+    _empty_trash(run_dir)
+    return doomed
+
+
+# --- reading --------------------------------------------------------------------------------------
+
+
+def _entries(run_dir: Path, rejected: list[Rejected]) -> Iterator[Path]:
+    """What lies in the directories of the generations; strangers on the way are rejected."""
+    root = run_dir / "checkpoints"
+    if not _is_directory(root, rejected):
+        return
+    for directory in sorted(root.iterdir()):
+        if directory.name in ("quarantine", "trash"):
+            continue
+        if not _GENERATION.fullmatch(directory.name):
+            rejected.append(Rejected(path=directory, reason="not the directory of a generation"))
+        elif _is_directory(directory, rejected):
+            yield from sorted(directory.iterdir())
+
+
+def _is_directory(path: Path, rejected: list[Rejected]) -> bool:
+    """Whether it is a directory itself: a symbolic link to one is refused, absence is not told."""
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return False
+    if stat.S_ISDIR(mode):
+        return True
+    what = "a symbolic link" if stat.S_ISLNK(mode) else "not a directory"
+    rejected.append(Rejected(path=path, reason=f"{what}; checkpoints are never looked for there"))
+    return False
+
+
+def _examine(path: Path) -> RestorePoint:
+    """The restore point at `path`; raises `_Flaw` with the first thing that is wrong with it."""
+    mode = path.lstat().st_mode
+    if ".orbax-checkpoint-tmp" in path.name:
+        raise _Flaw("a save that was never finished", unfinished=True)
+    if stat.S_ISLNK(mode):
+        raise _Flaw("a symbolic link")
+    if not stat.S_ISDIR(mode) or not _STEP.fullmatch(path.name):
+        raise _Flaw("not a directory named by its step")
+    if not _holds(path / COMMIT_MARKER):
+        raise _Flaw(f"no {COMMIT_MARKER}: the save was never finished", unfinished=True)
+    found = _load(path, STEP_METADATA)
+    items = found.get("item_handlers")
+    missing = [name for name in ITEMS if not isinstance(items, dict) or name not in items]
+    if missing:
+        raise _Flaw(f"{STEP_METADATA} does not name the item {missing[0]}")
+    for name in ITEMS:
+        if not stat.S_ISDIR(_mode(path / name)):
+            raise _Flaw(f"the item {name} is missing")
+    for name in ESSENTIAL_FILES:
+        if not _holds(path / name):
+            raise _Flaw(f"{name} is missing or empty")
+    if not stat.S_ISDIR(_mode(path / "state" / "d")) or not any((path / "state" / "d").iterdir()):
+        raise _Flaw("state/d holds no data")
+    _load(path, "state/_METADATA")
+    said, step = _load(path, "meta/metadata"), int(path.name)
+    generation = int(path.parent.name.removeprefix("generation-"))
+    for name, expected in (("step", step), ("generation", generation)):
+        if said.get(name) != expected:
+            raise _Flaw(f"the item meta says {name} {said.get(name)!r}, its path {expected}")
+    return RestorePoint(step=step, generation=generation, path=path)
+
+
+def _mode(path: Path) -> int:
+    try:
+        return path.lstat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return 0
+
+
+def _holds(path: Path) -> bool:
+    """Whether it is a file, itself and not by a link, that is not empty."""
+    return stat.S_ISREG(_mode(path)) and path.lstat().st_size > 0
+
+
+def _load(path: Path, name: str) -> dict[str, Any]:
+    try:
+        found = json.loads(_read_bounded(path / name))
+    except FileNotFoundError as error:
+        raise _Flaw(f"{name} is missing") from error
+    except ValueError as error:
+        raise _Flaw(f"{name} is damaged: {error}") from error
+    if not isinstance(found, dict):
+        raise _Flaw(f"{name} is damaged: no JSON object")
+    return found
+
+
+def _read_bounded(path: Path) -> bytes:
+    """A small file; raises ValueError for one that cannot be what it should be."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    with os.fdopen(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise ValueError("not a file")
+        data = file.read(META_BYTES_MAX + 1)
+    if len(data) > META_BYTES_MAX:
+        raise ValueError(f"longer than {META_BYTES_MAX} bytes")
+    return data
+
+
+# --- moving and deleting --------------------------------------------------------------------------
+
+
+def _set_aside(path: Path, reason: str) -> Path:
+    root = _own_directory(path.parent.parent / "quarantine")
+    name = _free_name(root, f"{path.parent.name}-{path.name}")
+    target = root / name
+    path.lstat()
+    # The reason first: a thing set aside without one would be a riddle.
+    (root / f"{name}.reason.txt").write_text(f"{reason[:10_000]}\n", encoding="utf-8")
+    path.rename(target)
+    _flush(path.parent)
+    _flush(root)
+    return target
+
+
+def _discard(run_dir: Path, path: Path) -> None:
+    """Rename away, then delete: a half-deleted directory must never look like a checkpoint."""
+    trash = _own_directory(run_dir / "checkpoints" / "trash")
+    target = trash / _free_name(trash, f"{path.parent.name}-{path.name}")
+    path.rename(target)
+    _flush(path.parent)
+    _delete(target)
+
+
+def _delete(path: Path) -> None:
+    """Delete a tree or a link, never what a link points to."""
+    if stat.S_ISDIR(_mode(path)):
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _empty_trash(run_dir: Path) -> None:
+    trash = run_dir / "checkpoints" / "trash"
+    if stat.S_ISDIR(_mode(trash)):
+        for left in list(trash.iterdir()):
+            _delete(left)
+
+
+def _bound_quarantine(run_dir: Path) -> None:
+    root = run_dir / "checkpoints" / "quarantine"
+    if not stat.S_ISDIR(_mode(root)):
+        return
+    held = [one for one in root.iterdir() if not one.name.endswith(".reason.txt")]
+    held.sort(key=lambda one: one.lstat().st_ctime_ns)
+    for one in held[:-QUARANTINED_MAX]:
+        _delete(one)
+
+
+def _own_directory(path: Path) -> Path:
+    """Make a directory, refusing one that is only a link to somewhere else."""
+    path.mkdir(exist_ok=True)
+    if not stat.S_ISDIR(path.lstat().st_mode):
+        raise NotADirectoryError(f"{path} is a symbolic link")
+    return path
+
+
+def _free_name(root: Path, name: str) -> str:
+    tried, number = name, 1
+    while os.path.lexists(root / tried) or os.path.lexists(root / f"{tried}.reason.txt"):
+        number += 1
+        tried = f"{name}.{number}"
+    return tried
+
+
+def _flush(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
