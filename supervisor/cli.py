@@ -92,8 +92,11 @@ def run(options: argparse.Namespace) -> int:
 
 def check(options: argparse.Namespace) -> int:
     """Validate the settings and print what is in force, and where each value came from."""
-    from supervisor.config import Settings, describe, effective, job_directory
+    from supervisor.config import Settings, describe, effective, job_directory, template
 
+    if options.defaults:
+        print(template(), end="")
+        return 0
     try:
         settings, origins = read_settings(Settings, options.config, options.set)
     except SettingsError as error:
@@ -283,6 +286,9 @@ def _parser() -> argparse.ArgumentParser:
     one = _add(commands, "check", check, "validate the settings", "check --config job.toml")
     _add_settings(one)
     _add_json(one)
+    one.add_argument(
+        "--defaults", action="store_true", help="print an annotated file of all defaults instead"
+    )
     one = _add(commands, "status", status, "how the job is doing", "status --json")
     _add_place(one)
     _add_json(one)

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit, urlunsplit
 from pydantic import ConfigDict, Field, field_validator
 
 from trainer.config import CheckpointSettings, TrainerSettings
-from trainer.settings import Origin, Relation, Section, show, walk
+from trainer.settings import Origin, Relation, Section, section_of, show, walk
 
 Auto = Literal["auto"]
 Seconds = Annotated[float, Field(gt=0)]
@@ -50,7 +50,7 @@ class ClusterSettings(Section):
     )
     placement: Literal["pack", "spread", "strict_spread"] = Field(
         default="pack",
-        description="few nodes, many nodes if possible, or one node a worker without exception",
+        description='"pack" = few nodes, "spread" = many if possible, "strict_spread" = one each',
     )
     placement_timeout_s: Seconds = Field(
         default=120.0, description="seconds until slots that fit but do not come are given up"
@@ -98,8 +98,10 @@ class DeadlineSettings(Section):
     initialize_s: Deadline = Field(default="auto", description="seconds to start and join")
     compile_s: Deadline = Field(default="auto", description="seconds to compile")
     step_s: Deadline = Field(default="auto", description="seconds a training step")
-    evaluate_s: Deadline = Field(default="auto", description="seconds a held-out batch")
-    checkpoint_s: Deadline = Field(default="auto", description="seconds a save blocks training")
+    evaluate_s: Deadline = Field(default="auto", description="seconds an evaluation")
+    checkpoint_s: Deadline = Field(
+        default="auto", description="seconds that a save may block training"
+    )
     restore_s: Deadline = Field(default="auto", description="seconds to load a restore point")
     drain_s: Seconds = Field(
         default=30.0, description="seconds for the last save, and for the proof of exit"
@@ -285,3 +287,34 @@ def _mask(url: str) -> str:
         return url
     user, host = parts.username or "", parts.netloc.rpartition("@")[2]
     return urlunsplit(parts._replace(netloc=f"{user}:***@{host}"))
+
+
+def template() -> str:
+    """A file of settings that names every setting with its default, each with what it does."""
+    lines = [_TEMPLATE_HEAD]
+    table = ""
+    for key, field in walk(Settings):
+        section, _, name = key.rpartition(".")
+        if section != table:
+            lines += ["", *_heading(section), f"[{section}]"]
+            table = section
+        default = field.get_default(call_default_factory=True, validated_data={})
+        setting, note = f"{name} = {show(default)}", f"# {field.description}"
+        one_line = f"{setting:<32} {note}"
+        lines += [one_line] if len(one_line) <= 100 else [note, setting]
+    return "\n".join(lines) + "\n"
+
+
+_TEMPLATE_HEAD = """\
+# A job for everstep. Every setting is here with its default: what you leave out stays as it is.
+# Names end in their unit: _s is seconds. `python -m supervisor check` says what is in force."""
+
+
+def _heading(section: str) -> list[str]:
+    """The section's docstring as comment lines."""
+    kind: type[Section] = Settings
+    for part in section.split("."):
+        inner = section_of(kind.model_fields[part])
+        assert inner is not None
+        kind = inner
+    return [f"# {line.strip()}" for line in (kind.__doc__ or "").strip().splitlines() if line]
