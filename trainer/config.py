@@ -42,6 +42,9 @@ class ModelSettings(Section):
     key_value_heads: int = Field(default=2, ge=1, description="heads that share keys and values")
     hidden: int = Field(default=352, ge=1, description="inner size of the SwiGLU block")
     rope_base: float = Field(default=10000.0, gt=1.0, description="base of the rotary angles")
+    dropout: float = Field(
+        default=0.0, ge=0.0, lt=1.0, description="share of each block's output left out"
+    )
 
     def relations(self) -> Iterator[Relation]:
         """The width divides over the heads, and these over the key-value heads."""
@@ -87,7 +90,9 @@ class OptimizerSettings(Section):
     final_fraction: float = Field(
         default=0.1, ge=0.0, le=1.0, description="of the peak, at the last step"
     )
-    warmup_steps: int = Field(default=30, ge=0, description="from zero to the peak")
+    warmup_steps: int = Field(
+        default=30, ge=0, description="from zero to the peak; half of a short job's steps at most"
+    )
     weight_decay: float = Field(default=0.1, ge=0.0, description="on matrices only")
     beta1: float = Field(default=0.9, ge=0.0, lt=1.0, description="memory of the gradient")
     beta2: float = Field(default=0.95, ge=0.0, lt=1.0, description="memory of its square")

@@ -1,0 +1,134 @@
+"""Text as bytes: which files, which part is held out, which rows a step trains on.
+
+Everything is a function of the files, the seed and the step; there is no state to save.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainer.config import DataSettings
+from trainer.settings import SettingsError
+
+_SKIPPED_OF_STDLIB = frozenset(
+    {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
+)
+
+Bytes = NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Text:
+    """The bytes to train on and those held out, with a digest of both."""
+
+    train: Bytes
+    held_out: Bytes
+    files: int
+    digest: str
+
+
+def read_text(settings: DataSettings, config_dir: str) -> Text:
+    """Read the files in the order of their names, up to `bytes_max`; hold out the tail of each.
+
+    Relative paths start at the settings file. Raises `SettingsError` where there is nothing to read
+    or too little for one sequence.
+    """
+    pieces: list[bytes] = []
+    left = settings.bytes_max
+    for file in _files(settings, config_dir):
+        if left <= 0:
+            break
+        with file.open("rb") as opened:
+            pieces.append(opened.read(left))
+        left -= len(pieces[-1])
+    cuts = [len(one) - int(len(one) * settings.held_out_fraction) for one in pieces]
+    train = b"".join(one[:cut] for one, cut in zip(pieces, cuts, strict=True))
+    held_out = b"".join(one[cut:] for one, cut in zip(pieces, cuts, strict=True))
+    if min(len(train), len(held_out)) <= settings.sequence_length:
+        raise SettingsError(
+            f"[trainer.data] path = {list(settings.path)}: {len(train)} bytes to train on and "
+            f"{len(held_out)} held out are too few for sequence_length = "
+            f"{settings.sequence_length}; give more text or shorter sequences"
+        )
+    digest = hashlib.sha256(train)
+    digest.update(held_out)
+    return Text(
+        train=np.frombuffer(train, np.uint8),
+        held_out=np.frombuffer(held_out, np.uint8),
+        files=len(pieces),
+        digest=digest.hexdigest(),
+    )
+
+
+def train_rows(text: Text, *, seed: int, step: int, count: int, length: int) -> Bytes:
+    """The global batch of a step: uint8 `[count, length + 1]`.
+
+    The raw stream of Philox, keyed by seed and step, is fixed for ever; numpy's distributions on
+    top of it are not.
+    """
+    draws = np.random.Philox(key=(seed << 64) | step).random_raw(count)
+    starts = (draws % np.uint64(len(text.train) - length)).astype(np.int64)
+    return _windows(text.train, starts, length)
+
+
+def held_out_rows(text: Text, *, index: int, batches: int, count: int, length: int) -> Bytes:
+    """Held-out batch `index` of `batches`, spread evenly over the text: `[count, length + 1]`."""
+    places = index * count + np.arange(count, dtype=np.int64)
+    starts = places * (len(text.held_out) - length) // (batches * count)
+    return _windows(text.held_out, starts, length)
+
+
+def unigram_entropy(text: Text) -> float:
+    """Entropy of a byte of the text drawn at random, in nats.
+
+    The best that a model can reach which ignores all context.
+    """
+    counts = np.bincount(text.train, minlength=256) + np.bincount(text.held_out, minlength=256)
+    shares = counts[counts > 0] / counts.sum()
+    return math.fsum(float(one) for one in -shares * np.log(shares))
+
+
+def _windows(data: Bytes, starts: NDArray[np.int64], length: int) -> Bytes:
+    rows: Bytes = data[starts[:, None] + np.arange(length + 1)]
+    return rows
+
+
+def _files(settings: DataSettings, config_dir: str) -> Iterator[Path]:
+    if not settings.path:
+        root = Path(sysconfig.get_path("stdlib"))
+        yield from _inside(root, (".py",), _SKIPPED_OF_STDLIB)
+        return
+    for name in settings.path:
+        path = Path(config_dir) / Path(name).expanduser()
+        if path.is_file():
+            yield path
+        elif path.is_dir():
+            found = list(_inside(path, settings.suffixes, frozenset()))
+            if not found:
+                raise SettingsError(
+                    f"[trainer.data] path: {path} holds no file that ends in "
+                    f"{', '.join(settings.suffixes)}; name the files, or change suffixes"
+                )
+            yield from found
+        else:
+            raise SettingsError(
+                f"[trainer.data] path: {path} does not exist; name text files or folders, "
+                "or leave path out to train on the sources of Python's standard library"
+            )
+
+
+def _inside(root: Path, suffixes: tuple[str, ...], skipped: frozenset[str]) -> list[Path]:
+    found = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [one for one in folders if one not in skipped and not one.startswith(".")]
+        found += [Path(folder) / one for one in names if one.endswith(suffixes)]
+    return sorted(found, key=lambda path: path.relative_to(root).as_posix())

@@ -1,0 +1,117 @@
+"""What decides the bits besides the program: threads, instruction set, flags, devices, versions.
+
+The one place that knows what differs between vendors. jax is imported inside functions only: the
+slot calls `worker_environment` and must stay small.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+COLLECTIVE_TIMEOUT_S = 300  # a rank may wait this long for a peer that restores or saves slowly
+HEARTBEAT_TIMEOUT_S = 10
+SHUTDOWN_TIMEOUT_S = 5
+
+_SCHEDULER_PREFIXES = ("SLURM_", "OMPI_", "PMI_", "PMIX_")
+
+
+def worker_environment(cpus: float, gpus: int, base_env: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a training process on `cpus` cores and `gpus` devices.
+
+    The number of threads is fixed, since XLA's sums depend on it. Proxies are dropped: gRPC between
+    ranks may hang on them. XLA flags of the operator stay and win over ours.
+    """
+    env = {
+        name: value
+        for name, value in base_env.items()
+        if not name.lower().endswith("_proxy") and not name.startswith(_SCHEDULER_PREFIXES)
+    }
+    flags = env.get("XLA_FLAGS", "").split()
+    ours = [f"--xla_cpu_collective_timeout_seconds={COLLECTIVE_TIMEOUT_S}"]
+    if gpus:
+        ours.append("--xla_gpu_deterministic_ops=true")
+    named = {flag.partition("=")[0] for flag in flags}
+    flags += [flag for flag in ours if flag.partition("=")[0] not in named]
+    env["XLA_FLAGS"] = " ".join(flags)
+    env["NPROC"] = str(max(1, int(cpus)))
+    env["PYTHONUNBUFFERED"] = "1"
+    if not gpus:
+        env["JAX_PLATFORMS"] = "cpu"
+    return env
+
+
+def join_world(*, coordinator: str, rank: int, world_size: int, join_timeout_s: float) -> None:
+    """Join `world_size` processes at `coordinator` ("host:port"); a world of one needs no joining.
+
+    JAX ends the process with SIGABRT when a peer does not come. Its limit lies well behind
+    `join_timeout_s`, so that the caller's own watchdog speaks first.
+    """
+    import jax
+
+    jax.config.update("jax_enable_recoverability", True)  # type: ignore[no-untyped-call]
+    jax.config.update("jax_enable_preemption_service", False)  # type: ignore[no-untyped-call]
+    if world_size == 1:
+        return
+    jax.distributed.initialize(
+        coordinator_address=coordinator,
+        num_processes=world_size,
+        process_id=rank,
+        cluster_detection_method="deactivate",
+        initialization_timeout=int(join_timeout_s) + 60,
+        heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_S,
+        shutdown_timeout_seconds=SHUTDOWN_TIMEOUT_S,
+        coordinator_bind_address=coordinator if rank == 0 else None,
+    )
+
+
+def describe_environment() -> dict[str, Any]:
+    """What restore points record about the numeric environment; imports jax and its devices."""
+    import jax
+    import jaxlib.version
+    import numpy
+
+    devices = jax.devices()
+    return {
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "jaxlib": jaxlib.version.__version__,
+        "numpy": numpy.__version__,
+        "platform": devices[0].platform,
+        "device": devices[0].device_kind,
+        "devices": len(devices),
+        "processes": jax.process_count(),
+        "threads": os.environ.get("NPROC", f"not fixed, {os.cpu_count()} cores"),
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
+        "machine": platform.machine(),
+        "processor": _processor(),
+    }
+
+
+def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """One line for each entry that is not equal; "" stands for an entry that was not there."""
+    names = [*then, *(name for name in now if name not in then)]
+    return [
+        f"{name}: {then.get(name, '')} when saved, {now.get(name, '')} now"
+        for name in names
+        if then.get(name, "") != now.get(name, "")
+    ]
+
+
+def _processor() -> str:
+    """The model, and a digest of the instruction set, which decides what XLA emits."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    found: dict[str, str] = {}
+    for line in lines:
+        name, _, value = line.partition(":")
+        found.setdefault(name.strip(), value.strip())
+    flags = " ".join(sorted(found.get("flags", found.get("Features", "")).split()))
+    digest = hashlib.sha256(flags.encode()).hexdigest()[:12]
+    return f"{found.get('model name', platform.processor())} (flags {digest})"

@@ -1,0 +1,144 @@
+"""The order that starts a training process: one JSON line on its standard input.
+
+Strict both ways: an unknown, missing or mistyped key is an error that names it. No jax here: the
+slot and the supervisor may build specs too.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from pydantic import ValidationError
+
+from trainer.config import CheckpointSettings, TrainerSettings
+from trainer.drills import Fault, FaultError
+
+
+class SpecError(ValueError):
+    """A spec that no process can follow: a mistake of whoever wrote it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestorePoint:
+    """What to start from: `step` steps are finished in it."""
+
+    kind: str
+    path: str
+    step: int
+    generation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeartbeatStore:
+    """Where heartbeats go, and how often (seconds)."""
+
+    host: str
+    port: int
+    every_s: float
+    password: str | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSpec:
+    """All that one rank of one generation needs to know.
+
+    `run_dir` is the job's own directory. `coordinator` ("host:port") may be empty in a world of
+    one. Without `heartbeat` nothing is sent; the beat file is written all the same.
+    """
+
+    job: str
+    run_dir: str
+    generation: int
+    epoch: int
+    rank: int
+    world_size: int
+    local_rank: int
+    node_rank: int
+    coordinator: str
+    config_dir: str
+    trainer: TrainerSettings
+    checkpoint: CheckpointSettings
+    beat_file: str
+    role: str = "active"
+    restore_point: RestorePoint | None = None
+    heartbeat: HeartbeatStore | None = None
+    join_timeout_s: float = 60.0
+    drills: bool = False
+    faults: tuple[Fault, ...] = ()
+
+    def to_json(self) -> str:
+        """One line of JSON, the password included: it belongs on a pipe, never in a log."""
+        return json.dumps({one.name: _plain(getattr(self, one.name)) for one in fields(self)})
+
+    @classmethod
+    def from_json(cls, text: str) -> WorkerSpec:
+        """Read a spec; raises `SpecError` that names the key."""
+        try:
+            raw = json.loads(text)
+        except ValueError as error:
+            raise SpecError(f"the spec is not JSON: {text[:80]!r}") from error
+        values = _typed("spec", cls, raw)
+        for name, schema in (("trainer", TrainerSettings), ("checkpoint", CheckpointSettings)):
+            try:
+                values[name] = schema.model_validate(raw[name])
+            except ValidationError as error:
+                raise SpecError(f"spec.{name}: {error}") from error
+        if values.get("restore_point") is not None:
+            point = _typed("spec.restore_point", RestorePoint, raw["restore_point"])
+            values["restore_point"] = RestorePoint(**point)
+        if values.get("heartbeat") is not None:
+            store = _typed("spec.heartbeat", HeartbeatStore, raw["heartbeat"])
+            values["heartbeat"] = HeartbeatStore(**store)
+        try:
+            values["faults"] = tuple(Fault.from_dict(one) for one in raw.get("faults", ()))
+        except FaultError as error:
+            raise SpecError(f"spec.faults: {error}") from error
+        return cls(**values)
+
+
+_KINDS: dict[str, tuple[type, ...]] = {
+    "str": (str,),
+    "int": (int,),
+    "float": (int, float),
+    "bool": (bool,),
+    "str | None": (str, type(None)),
+}
+
+
+def _typed(where: str, schema: type[Any], raw: object) -> dict[str, Any]:
+    if not isinstance(raw, dict):
+        raise SpecError(f"{where} is {raw!r}, expected an object")
+    known = {one.name: one for one in fields(schema)}
+    if unknown := sorted(set(raw) - set(known)):
+        raise SpecError(f"{where}.{unknown[0]} is no key of it")
+    defaults = schema.__dataclass_fields__
+    for name, one in known.items():
+        if name not in raw:
+            if _required(defaults[name]):
+                raise SpecError(f"{where}.{name} is missing")
+            continue
+        kinds = _KINDS.get(str(one.type))
+        if kinds is not None and type(raw[name]) not in kinds:
+            raise SpecError(f"{where}.{name} is {raw[name]!r}, expected {one.type}")
+    return dict(raw)
+
+
+def _required(one: Any) -> bool:
+    from dataclasses import MISSING
+
+    return one.default is MISSING and one.default_factory is MISSING
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, TrainerSettings | CheckpointSettings):
+        return value.model_dump(mode="json")
+    if isinstance(value, tuple):
+        return [_plain(one) for one in value]
+    if isinstance(value, Mapping):
+        return dict(value)
+    if hasattr(value, "__dataclass_fields__"):
+        return {one.name: _plain(getattr(value, one.name)) for one in fields(value)}
+    return value

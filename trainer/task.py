@@ -1,0 +1,138 @@
+"""What a user subclasses to train something of their own, and how it is found.
+
+A task says what is trained; it knows nothing of processes, checkpoints or failures.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trainer.config import TASK_OF_THE_HOUSE, TrainerSettings
+from trainer.settings import SettingsError
+
+State = Any
+"""A pytree of arrays: all that training changes, random keys and optimizer state included."""
+
+Batch = Any
+"""A pytree of arrays whose first axis is the row."""
+
+
+class TaskError(Exception):
+    """The task breaks the contract of `Task`; only its author can help."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Context:
+    """Where a task runs. Nothing but `rank` may make ranks differ, and only in their rows."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    node_rank: int
+    generation: int
+    config_dir: str
+    settings: TrainerSettings
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """The free table `[trainer.options]`."""
+        return self.settings.options
+
+    def rows(self, count: int) -> slice:
+        """This rank's rows of a global batch of `count` rows.
+
+        Raises `SettingsError` where they cannot be split evenly.
+        """
+        if count % self.world_size:
+            raise SettingsError(
+                f"[trainer.data] batch_size = {count} cannot be split over {self.world_size} "
+                f"workers: make it a multiple of {self.world_size}"
+            )
+        share = count // self.world_size
+        return slice(self.rank * share, (self.rank + 1) * share)
+
+
+class Task(ABC):
+    """Training, as pure functions of state, batch, seed and step.
+
+    `init`, `train_step` and `evaluate` are traced and compiled once; `batch` and `held_out_batch`
+    run on the host for each step. All must give the same result whenever they are called with the
+    same arguments: that is what makes a resumed run exact.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+
+    @abstractmethod
+    def init(self, key: Any) -> State:
+        """The state before the first step, drawn from a typed PRNG key."""
+
+    @abstractmethod
+    def train_step(self, state: State, batch: Batch) -> tuple[State, Mapping[str, Any]]:
+        """The state after one step on a global batch, and metrics with a scalar "loss".
+
+        The returned state has the shapes and dtypes of the one given.
+        """
+
+    @abstractmethod
+    def batch(self, step: int) -> Batch:
+        """This rank's rows (numpy) of the global batch of a step, by seed and step alone."""
+
+    def evaluate(self, state: State, batch: Batch) -> Mapping[str, Any]:
+        """Metrics with a scalar "loss" on a held-out batch. Optional."""
+        raise NotImplementedError
+
+    def held_out_batch(self, index: int) -> Batch:
+        """This rank's rows (numpy) of a held-out batch. Goes with `evaluate`."""
+        raise NotImplementedError
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether the task has an evaluation."""
+        return type(self).evaluate is not Task.evaluate
+
+    @property
+    def tokens_per_step(self) -> int:
+        """What a step consumes over all ranks, for the rate on display; 0 = not known."""
+        return 0
+
+    def facts(self) -> Mapping[str, Any]:
+        """What is worth recording beside the state: digests of data, baselines. Plain JSON."""
+        return {}
+
+
+def load_task(context: Context) -> Task:
+    """Import and build the task that the settings name.
+
+    Raises `SettingsError` where there is no such module or class, and whatever the user's own code
+    raises.
+    """
+    name = context.settings.task
+    if name == TASK_OF_THE_HOUSE:
+        from trainer.tasks.language_model import LanguageModel
+
+        return LanguageModel(context)
+    module_name, _, class_name = name.partition(":")
+    if context.config_dir not in sys.path:
+        sys.path.insert(0, context.config_dir)
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise
+        raise SettingsError(
+            f"[trainer] task = {name!r}: no module {module_name!r} in {context.config_dir} or "
+            "among the installed packages; put it beside the settings file"
+        ) from None
+    kind = getattr(module, class_name, None)
+    if not (isinstance(kind, type) and issubclass(kind, Task)):
+        raise SettingsError(
+            f"[trainer] task = {name!r}: {module.__file__} has no class {class_name!r} that "
+            "subclasses trainer.task.Task"
+        )
+    return kind(context)
