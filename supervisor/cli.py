@@ -82,7 +82,7 @@ def run(options: argparse.Namespace) -> int:
 
     import asyncio
 
-    from supervisor.daemon import run_daemon
+    from supervisor.assembly import run_daemon
 
     status: int = asyncio.run(run_daemon(settings, origins, config_path, terminal))
     if terminal:
@@ -173,6 +173,8 @@ def replay(options: argparse.Namespace) -> int:
     from supervisor.replay import replay_file
 
     path = Path(options.file) if options.file else _run_dir(options) / JOURNAL_FILE
+    if not path.is_file():
+        raise OperatorError(f"{path}: there is no such journal")
     report = replay_file(path)
     if options.json:
         found = {"file": str(path), "moves": report.moves, "state": report.state}

@@ -104,6 +104,9 @@ class Control:
         except (TimeoutError, ConnectionError, ValueError) as error:
             # ValueError is a line beyond the limit. The peer is gone or babbles: no answer.
             _log.info("control_connection_dropped", error=repr(error))
+        except asyncio.CancelledError:
+            # Only `close` cancels; asyncio's streams would log the cancellation as an error.
+            _log.debug("control_connection_closed")
         finally:
             self._connections.discard(task)
             writer.close()

@@ -18,7 +18,8 @@ from rich.text import Text
 
 # What `status --json` answers (DESIGN section 10), and beside it, each missing or None if unknown:
 # job (its name), loss, held_out_loss, unigram_entropy (nats a byte), tokens_per_s, step_s,
-# time_left_s, uptime_s, last_event {event, at, why}, hint (one line for a newcomer).
+# time_left_s, uptime_s, last_event {event, at, why}, retry_in_s, hint (one line for a newcomer),
+# purpose (of a drain), reason (of the end), journal_lost_since, heartbeat_store_lost_since.
 Snapshot = Mapping[str, Any]
 
 _COLOURS = {
@@ -119,7 +120,9 @@ def render(snapshot: Snapshot) -> RenderableType:
         ("restore from", _restore_point(snapshot)),
         ("budgets", _budgets(snapshot)),
         ("incident", _incident(snapshot)),
+        ("attention", _trouble(snapshot)),
         ("last event", _last_event(snapshot)),
+        ("reason", Text(str(snapshot["reason"])) if snapshot.get("reason") else None),
     ):
         if content is not None:
             rows.add_row(label, content)
@@ -136,6 +139,8 @@ def render(snapshot: Snapshot) -> RenderableType:
 def _state(snapshot: Snapshot) -> Text:
     state = str(snapshot.get("state") or "unknown")
     text = Text(state, style=f"bold {_COLOURS.get(state, 'cyan')}")
+    if state == "DRAINING" and snapshot.get("purpose"):
+        text.append(f" to {snapshot['purpose']}", style="default not bold")
     if snapshot.get("generation") is not None:
         text.append(f"  generation {snapshot['generation']}", style="default not bold")
     if snapshot.get("uptime_s") is not None:
@@ -190,13 +195,27 @@ def _restore_point(snapshot: Snapshot) -> Text | None:
 
 
 def _budgets(snapshot: Snapshot) -> Text | None:
-    """Spent ones only: {"failures": {"used": 1, "max": 10}}; -1 is no limit."""
+    """Those of which something is spent: {"worker": {"spent": 1, "limit": 10}}; -1 is no limit."""
     parts = []
-    for name, budget in (snapshot.get("budgets") or {}).items():
-        if isinstance(budget, Mapping) and budget.get("used"):
-            limit = budget.get("max", -1)
-            parts.append(f"{name} {budget['used']}" + (f" of {limit}" if limit != -1 else ""))
+    for cause, budget in (snapshot.get("budgets") or {}).items():
+        if budget.get("spent"):
+            limit = budget.get("limit", -1)
+            parts.append(f"{cause} {budget['spent']}" + (f" of {limit}" if limit != -1 else ""))
     return Text(", ".join(parts)) if parts else None
+
+
+def _trouble(snapshot: Snapshot) -> Text | None:
+    """What an operator must know at once, while it lasts."""
+    parts = []
+    if snapshot.get("journal_lost_since"):
+        since = clock(snapshot["journal_lost_since"])
+        parts.append(f"the journal cannot be written since {since}: nothing is decided")
+    if snapshot.get("heartbeat_store_lost_since"):
+        since = clock(snapshot["heartbeat_store_lost_since"])
+        parts.append(f"no heartbeat can be read since {since}: hangs are not noticed")
+    if snapshot.get("retry_in_s"):
+        parts.append(f"the next retry is in {snapshot['retry_in_s']:.0f} s")
+    return Text("; ".join(parts), style="yellow") if parts else None
 
 
 def _incident(snapshot: Snapshot) -> Text | None:

@@ -42,6 +42,8 @@ class Lock:
     def release(self) -> None:
         """Let the next daemon in. Harmless when done twice."""
         if self._descriptor >= 0:
+            # Unlocked, not only closed: a child between fork and exec still has a copy.
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
             os.close(self._descriptor)
             self._descriptor = -1
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,25 +16,27 @@ def recorded_status(run_dir: Path) -> dict[str, Any] | None:
 
     `supervisor` is None: nobody runs the job. Returns None when there has been no run.
     """
-    moves = [record for record in _journal(run_dir) if record.get("kind") == "move"]
+    segment = _last_segment(run_dir)
     result = read_result(run_dir) or {}
-    if not moves and not result:
+    if not segment and not result:
         return None
+    moves = [record for record in segment if record["kind"] == "move"]
     last = moves[-1] if moves else {}
     event = last.get("event") or {}
     metrics = last_metrics(run_dir) or {}
     step = result.get("step")
     if step is None and "step" in metrics:
         step = metrics["step"] + 1  # the line names the step that was done, counted from 0
+    past = _past(segment)
     return {
         "job": run_dir.name,
-        "state": result.get("state") or last.get("target"),
-        "generation": metrics.get("generation", event.get("generation")),
+        "state": past["state"] or result.get("state"),
+        "generation": past["generation"],
         "step": step,
         "steps": None,
         "workers": [],
         "standby": None,
-        "restore_point": _restore_point(moves),
+        "restore_point": past["restore_point"],
         "budgets": {},
         "supervisor": None,
         "incident": None,
@@ -76,17 +77,27 @@ def last_metrics(run_dir: Path) -> dict[str, Any] | None:
     return None
 
 
-def _journal(run_dir: Path) -> Iterator[dict[str, Any]]:
+def _last_segment(run_dir: Path) -> list[dict[str, Any]]:
+    """The records of the last run, its header first; empty when there is no journal."""
     path = run_dir / JOURNAL_FILE
-    if path.exists():
-        from supervisor.journal import read_journal  # only here: it is not needed to answer no
+    if not path.exists():
+        return []
+    from supervisor.journal import read_journal  # only here: it is not needed to answer no
 
-        yield from read_journal(path)
+    segment: list[dict[str, Any]] = []
+    for record in read_journal(path):
+        if record["kind"] == "header":
+            segment = []
+        segment.append(record)
+    return segment
 
 
-def _restore_point(moves: list[dict[str, Any]]) -> dict[str, Any] | None:
-    for move in reversed(moves):
-        event = move.get("event") or {}
-        if event.get("event") == "checkpoint_committed":
-            return {"kind": "checkpoint", "step": event.get("step"), "verified": True}
-    return None
+def _past(segment: list[dict[str, Any]]) -> dict[str, Any]:
+    from supervisor.past import past_of
+
+    past = past_of(segment)
+    point = None
+    if past.committed_step >= 0:
+        verified = any(step == past.committed_step for _, step in past.verified)
+        point = {"kind": "checkpoint", "step": past.committed_step, "verified": verified}
+    return {"state": past.state, "generation": past.generation, "restore_point": point}

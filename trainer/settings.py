@@ -286,7 +286,8 @@ def _explain(
             present, value = _lookup(data, parts)
             where = _source(name, (key,), set_keys)
             # A whole table is shown only where a table is the value.
-            shown = f" = {show(value)}" if present and key not in sections else ""
+            whole = key in sections and isinstance(value, dict)
+            shown = f" = {show(value)}" if present and not whole else ""
             reason = _reason(schema, parts, value, detail)
             found[key] = (key, (key,), f"{where}: {key or 'settings'}{shown}: {reason}")
     return list(found.values())

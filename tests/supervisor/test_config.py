@@ -1,0 +1,137 @@
+"""The schema: its defaults, its relations, and the file that shows them."""
+
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+from pydantic.fields import FieldInfo
+
+from supervisor.config import (
+    Location,
+    Settings,
+    describe,
+    effective,
+    job_directory,
+    template,
+)
+from trainer.settings import SettingsError, read_settings, walk
+
+ROOT = Path(__file__).parents[2]
+
+
+def default_of(field: FieldInfo) -> object:
+    return field.get_default(call_default_factory=True, validated_data={})
+
+
+def problems(*overrides: str) -> tuple[str, ...]:
+    with pytest.raises(SettingsError) as caught:
+        read_settings(Settings, None, overrides)
+    return caught.value.problems
+
+
+def test_the_default_job_names_every_setting_with_its_default() -> None:
+    """A default that changes must be seen by whoever reads the change: `check --defaults`."""
+    assert (ROOT / "job.toml").read_text() == template()
+
+
+def test_the_default_job_is_read_as_the_defaults() -> None:
+    """The file that is shown must mean what it says."""
+    settings, origins = read_settings(Settings, ROOT / "job.toml")
+    assert settings == Settings()
+    assert set(origins.values()) == {"file"}
+    data = tomllib.loads((ROOT / "job.toml").read_text())
+    for key, field in walk(Settings):
+        value = data
+        for part in key.split("."):
+            value = value[part]
+        expected = json.loads(json.dumps(default_of(field)))
+        assert value == expected, key
+
+
+def test_every_setting_is_explained_and_seconds_are_named() -> None:
+    """An unexplained key is one that is set by guessing; a wrong unit is off by sixty."""
+    for key, field in walk(Settings):
+        assert field.description, key
+        if key.endswith("_s"):
+            assert "second" in field.description, key
+
+
+def test_every_line_of_the_default_job_is_annotated() -> None:
+    """The newcomer reads this file first."""
+    lines = (ROOT / "job.toml").read_text().splitlines()
+    for above, line in zip(["", *lines], lines, strict=False):
+        if line and not line.startswith("#"):
+            assert "#" in line or above.startswith("#"), line
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("heartbeats.every_s=2", "a lease must outlast two heartbeats"),
+        ("heartbeats.lease_s=40", "every_s < lease_s < drain_s; set drain_s above 40"),
+        ("deadlines.drain_s=2", "every_s < lease_s < drain_s"),
+        ("recovery.last_call_s=30", "set last_call_s below 30"),
+        ("deadlines.step_s=0.3", 'set step_s to 0.5 or more, or to "auto"'),
+        ("budgets.backoff_base_s=90", "raise backoff_max_s"),
+        ("cluster.workers=3", "set batch_size to a multiple of 3 (15 or 18)"),
+        ("cluster.workers=32", "set batch_size to a multiple of 32 (32)"),
+        ("cluster.gpus_per_worker=5", "set batch_size to a multiple of 10 (10 or 20)"),
+        ("trainer.mesh.dp=4", "set dp to 2, or to -1"),
+        ("cluster.workers=0", "at least 1"),
+        ("checkpoint.keep=1", "at least 2"),
+        ("cluster.address=ray://host:1", "Ray Client and URLs are not supported"),
+        ("heartbeats.redis_url=localhost:6379", "redis://"),
+        ("job.name=../x", "must be a text matching"),
+        ("budgets.failures_max=-2", "at least -1"),
+        ("recovery.standby=none", "there is no such key"),
+    ],
+)
+def test_a_setting_out_of_order_is_told_with_its_remedy(override: str, words: str) -> None:
+    """Time-outs in the wrong order made a supervisor give up before its workers could (case 28)."""
+    told = problems(override)
+    assert any(words in problem for problem in told), told
+    assert override.partition("=")[0] in told[0]
+
+
+def test_secrets_are_masked_and_origins_shown() -> None:
+    """The output of `check` is what people paste into a report."""
+    url = "redis://user:hush@store:6379/0"
+    settings, origins = read_settings(Settings, None, [f"heartbeats.redis_url={url}"])
+    rows = effective(settings, origins)
+    assert settings.heartbeats.redis_url == url
+    assert rows["heartbeats.redis_url"] == {
+        "value": "redis://user:***@store:6379/0",
+        "origin": "--set",
+    }
+    assert list(rows) == [key for key, _ in walk(Settings)]
+    assert "hush" not in describe(rows) + json.dumps(rows)
+    assert tomllib.loads(describe(rows))["deadlines"]["drain_s"] == 30.0
+
+
+def test_drills_are_on_only_for_the_jobs_own_cluster() -> None:
+    """Nobody shall strike a worker on a shared cluster by mistake."""
+    for overrides, allowed in (
+        ([], True),
+        (["cluster.address=10.0.0.1:6379"], False),
+        (["cluster.address=10.0.0.1:6379", "control.drills=true"], True),
+        (["control.drills=false"], False),
+    ):
+        settings, _ = read_settings(Settings, None, overrides)
+        assert settings.drills_allowed is allowed
+
+
+def test_the_run_directory_does_not_depend_on_where_the_command_was_given(tmp_path: Path) -> None:
+    """Resumed from another directory, a job began again from nothing."""
+    job = Settings().job
+    assert job_directory(job, tmp_path / "job.toml") == tmp_path / "runs" / "first"
+    elsewhere = job.model_copy(update={"run_dir": "/data"})
+    assert job_directory(elsewhere, tmp_path / "job.toml") == Path("/data/first")
+
+
+def test_a_job_is_found_although_its_settings_are_broken_by_now(tmp_path: Path) -> None:
+    """`status` must work while somebody edits the file."""
+    path = tmp_path / "job.toml"
+    path.write_text("[job]\nname = 'mine'\n[trainer]\nsteps = 'many'\n")
+    location, _ = read_settings(Location, path)
+    assert location.job.name == "mine"

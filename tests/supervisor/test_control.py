@@ -1,0 +1,165 @@
+"""The socket between commands and a daemon: bounded, private, and never the end of either side."""
+
+import asyncio
+import contextlib
+import socket
+import stat
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from supervisor.control import (
+    ADDRESS_FILE,
+    Answer,
+    Control,
+    Handler,
+    Request,
+    ask,
+    private_directory,
+    socket_path,
+)
+from supervisor.errors import DiskError, NotRunning, Refused
+
+
+async def echo(request: Request) -> Answer:
+    if request["command"] == "crash":
+        raise RuntimeError("broken")
+    if request["command"] == "refuse":
+        return {"ok": False, "error": "drills are off"}
+    return {"ok": True, "request": request}
+
+
+@contextlib.asynccontextmanager
+async def serving(run_dir: Path, handler: Handler = echo) -> AsyncIterator[Control]:
+    control = Control(run_dir, handler)
+    await control.start()
+    try:
+        yield control
+    finally:
+        await control.close()
+
+
+def test_a_request_is_answered(tmp_path: Path) -> None:
+    """The daemon answers while its loop does other things."""
+
+    async def story() -> Answer:
+        async with serving(tmp_path):
+            return await asyncio.to_thread(ask, tmp_path, {"command": "status", "n": 1})
+
+    assert asyncio.run(story()) == {"ok": True, "request": {"command": "status", "n": 1}}
+
+
+def test_a_refusal_and_a_bug_reach_the_one_who_asked(tmp_path: Path) -> None:
+    """A refused drill that looks accepted is waited for in vain."""
+
+    async def story() -> None:
+        async with serving(tmp_path):
+            with pytest.raises(Refused, match="drills are off"):
+                await asyncio.to_thread(ask, tmp_path, {"command": "refuse"})
+            with pytest.raises(Refused, match="RuntimeError: broken"):
+                await asyncio.to_thread(ask, tmp_path, {"command": "crash"})
+            await asyncio.to_thread(ask, tmp_path, {"command": "status"})
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("line", [b"nonsense\n", b"[]\n", b"{}\n", b'{"command": 3}\n'])
+def test_a_line_that_is_no_request_is_answered(tmp_path: Path, line: bytes) -> None:
+    """Anything may connect; the daemon goes on."""
+
+    async def story() -> bytes:
+        async with serving(tmp_path):
+            reader, writer = await asyncio.open_unix_connection(socket_path(tmp_path))
+            writer.write(line)
+            answer = await reader.readline()
+            writer.close()
+            await asyncio.to_thread(ask, tmp_path, {"command": "status"})
+            return answer
+
+    assert asyncio.run(story()).startswith(b'{"ok": false, "error": ')
+
+
+def test_an_endless_line_and_a_silent_client_do_no_harm(tmp_path: Path) -> None:
+    """Whoever holds a connection open may not keep the daemon from ending."""
+
+    async def story() -> None:
+        async with serving(tmp_path):
+            _, silent = await asyncio.open_unix_connection(socket_path(tmp_path))
+            reader, babbling = await asyncio.open_unix_connection(socket_path(tmp_path))
+            babbling.write(b"x" * (1 << 21))
+            with contextlib.suppress(ConnectionResetError):
+                assert await reader.read() == b""
+            await asyncio.to_thread(ask, tmp_path, {"command": "status"})
+        silent.close()
+        babbling.close()
+
+    started = time.monotonic()
+    asyncio.run(story())
+    assert time.monotonic() - started < 5
+
+
+def test_no_daemon_is_said_to_be_none(tmp_path: Path) -> None:
+    """Before the first start, after a clean end, and after `kill -9`."""
+    with pytest.raises(NotRunning, match="no daemon runs"):
+        ask(tmp_path, {"command": "status"})
+
+    async def story() -> None:
+        async with serving(tmp_path):
+            pass
+
+    asyncio.run(story())
+    assert not (tmp_path / ADDRESS_FILE).exists()
+    assert not socket_path(tmp_path).exists()
+    left = socket.socket(socket.AF_UNIX)
+    left.bind(str(socket_path(tmp_path)))
+    left.close()  # the file stays, as it does after a kill
+    (tmp_path / ADDRESS_FILE).write_text(f"{socket_path(tmp_path)}\n")
+    with pytest.raises(NotRunning, match="no daemon runs"):
+        ask(tmp_path, {"command": "status"})
+    asyncio.run(story())  # and the next daemon takes its place
+    assert not socket_path(tmp_path).exists()
+
+
+def test_a_frozen_daemon_is_not_waited_for(tmp_path: Path) -> None:
+    """A stopped process still accepts connections in the kernel (case 27: slow is not dead)."""
+    path = tmp_path / "s"
+    with socket.socket(socket.AF_UNIX) as frozen:
+        frozen.bind(str(path))
+        frozen.listen()
+        (tmp_path / ADDRESS_FILE).write_text(f"{path}\n")
+        started = time.monotonic()
+        with pytest.raises(NotRunning, match=r"does not answer within 0\.2 s"):
+            ask(tmp_path, {"command": "status"}, timeout_s=0.2)
+        assert time.monotonic() - started < 2
+
+
+def test_only_the_owner_may_give_orders(tmp_path: Path) -> None:
+    """/tmp belongs to everybody."""
+
+    async def story() -> None:
+        async with serving(tmp_path):
+            path = socket_path(tmp_path)
+            assert stat.S_IMODE(path.stat().st_mode) == 0o600
+            assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+
+    asyncio.run(story())
+    (tmp_path / "open").mkdir(mode=0o755)
+    (tmp_path / "link").symlink_to(tmp_path)
+    for path in (tmp_path / "open", tmp_path / "link"):
+        with pytest.raises(DiskError, match="0700"):
+            private_directory(path)
+
+
+def test_a_deep_run_directory_has_a_short_socket(tmp_path: Path) -> None:
+    """Unix sockets allow 107 bytes; home directories on clusters are longer."""
+    deep = tmp_path / ("d" * 200) / "job"
+    deep.mkdir(parents=True)
+    assert len(bytes(socket_path(deep))) <= 107
+
+    async def story() -> None:
+        async with serving(deep):
+            await asyncio.to_thread(ask, deep, {"command": "status"})
+
+    asyncio.run(story())

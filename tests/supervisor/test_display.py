@@ -1,0 +1,147 @@
+"""The picture of a job: whatever is known is shown, whatever is not is left out."""
+
+import asyncio
+import io
+from typing import Any
+
+from rich.console import Console
+from structlog.testing import capture_logs
+
+from supervisor.display import Display, duration, render
+
+SNAPSHOT: dict[str, Any] = {
+    "job": "first",
+    "state": "RUNNING",
+    "generation": 3,
+    "step": 120,
+    "steps": 600,
+    "workers": [
+        {"rank": 0, "pid": 41, "node": "a", "phase": "step", "step": 120, "beat_age_s": 0.11},
+        {"rank": 1, "pid": 42, "node": "a", "phase": "step", "step": 120, "beat_age_s": 0.12},
+    ],
+    "standby": None,
+    "restore_point": {"kind": "checkpoint", "step": 100, "verified": True},
+    "budgets": {"worker": {"spent": 1, "limit": 10}, "startup": {"spent": 0, "limit": 3}},
+    "supervisor": {"pid": 40, "epoch": 2, "started_at": 1.0},
+    "incident": {"number": 1, "story": "rank 1 was killed by SIGKILL"},
+    "loss": 2.31,
+    "held_out_loss": 2.4567,
+    "unigram_entropy": 4.1,
+    "tokens_per_s": 12345.0,
+    "step_s": 0.21,
+    "time_left_s": 80.0,
+    "uptime_s": 130.0,
+    "last_event": {"event": "checkpoint_committed", "at": 1.0, "why": "a later restore point"},
+    "hint": "another terminal: fault",
+}
+
+
+def text_of(snapshot: dict[str, Any]) -> str:
+    console = Console(file=io.StringIO(), width=110)
+    console.print(render(snapshot))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_one_look_tells_how_the_job_is_doing() -> None:
+    """State, progress, losses, the last restore point and what went wrong, in one panel."""
+    text = text_of(SNAPSHOT)
+    for words in (
+        "first",
+        "RUNNING  generation 3  up 0:02:10",
+        "120 of 600",
+        "20 %",
+        "0:01:20 left",
+        "loss 2.3100  held-out 2.4567 (byte-unigram entropy 4.1000)  12,345 tokens/s",
+        "checkpoint of step 100  20 steps ago",
+        "worker 1 of 10",
+        "1: rank 1 was killed by SIGKILL",
+        "checkpoint_committed",
+        "0.1 s ago",
+        "another terminal",
+    ):
+        assert words in text
+    assert "startup" not in text  # nothing of that budget is spent
+    assert "no supervisor" not in text
+
+
+def test_what_is_not_known_is_left_out() -> None:
+    """Right after its start a job has neither steps nor workers."""
+    assert "unknown" in text_of({})
+    text = text_of({"state": "PROVISIONING", "supervisor": {"pid": 1}, "workers": [{"rank": 0}]})
+    assert "None" not in text
+    assert "PROVISIONING" in text
+
+
+def test_what_an_operator_must_know_is_on_the_screen() -> None:
+    """A supervisor that was blind for a night looked like one that had nothing to report."""
+    text = text_of({**SNAPSHOT, "heartbeat_store_lost_since": 1.0, "retry_in_s": 4.0})
+    assert "hangs are not noticed" in text
+    assert "the next retry is in 4 s" in text
+    assert "nothing is decided" in text_of({"journal_lost_since": 1.0})
+    assert "DRAINING to recover" in text_of({"state": "DRAINING", "purpose": "recover"})
+
+
+def test_of_many_workers_those_behind_are_shown() -> None:
+    """A thousand healthy rows hide the one that hangs."""
+    workers = [{"rank": rank, "step": 9, "beat_age_s": 0.1} for rank in range(1000)]
+    workers[777] = {"rank": 777, "step": 8, "beat_age_s": 7.0}
+    text = text_of({**SNAPSHOT, "workers": workers})
+    assert "777" in text
+    assert "and 992 more" in text
+    assert len(text.splitlines()) < 30
+
+
+def test_on_a_terminal_the_last_picture_stays() -> None:
+    """The end of a job must be on the screen when the command returns."""
+    console = Console(file=io.StringIO(), width=110, force_terminal=True)
+    snapshot = dict(SNAPSHOT)
+
+    async def story() -> None:
+        display = Display(lambda: snapshot, terminal=True, console=console, every_s=0.01)
+        task = asyncio.create_task(display.run())
+        await asyncio.sleep(0.05)
+        snapshot["state"] = "COMPLETED"
+        display.stop()
+        await asyncio.wait_for(task, 5)
+
+    asyncio.run(story())
+    assert isinstance(console.file, io.StringIO)
+    assert "RUNNING" in console.file.getvalue()
+    assert "COMPLETED" in console.file.getvalue().rpartition("everstep")[2]
+
+
+def test_elsewhere_progress_is_a_log_line_when_there_is_some() -> None:
+    """A log file of a week must not consist of equal lines."""
+    snapshot = dict(SNAPSHOT)
+
+    async def story() -> None:
+        display = Display(lambda: snapshot, terminal=False, progress_s=0.01)
+        task = asyncio.create_task(display.run())
+        await asyncio.sleep(0.1)
+        snapshot["step"] = 121
+        await asyncio.sleep(0.1)
+        display.stop()
+        await asyncio.wait_for(task, 5)
+
+    with capture_logs() as lines:
+        asyncio.run(story())
+    assert [line["step"] for line in lines] == [120, 121]
+    assert lines[0]["event"] == "progress"
+    assert lines[0]["loss"] == 2.31
+
+
+def test_a_picture_that_cannot_be_drawn_does_not_reach_the_job() -> None:
+    """A closed terminal ended a training run of three days."""
+
+    def broken() -> dict[str, Any]:
+        raise OSError("the terminal is gone")
+
+    with capture_logs() as lines:
+        asyncio.run(Display(broken, terminal=True, console=Console(file=io.StringIO())).run())
+    assert [line["event"] for line in lines] == ["display_lost"]
+
+
+def test_durations_are_read_at_a_glance() -> None:
+    """Seconds beyond a minute are arithmetic for the reader."""
+    assert [duration(s) for s in (0, 59.6, 3661)] == ["0:00:00", "0:01:00", "1:01:01"]

@@ -1,0 +1,47 @@
+"""The journal told to people."""
+
+from supervisor.story import tell
+
+
+def test_a_move_is_told_with_its_reason_and_its_orders() -> None:
+    """What happened, why, and what was done about it, without a look at the code."""
+    text = tell(
+        {
+            "kind": "move",
+            "event": {
+                "event": "worker_crashed",
+                "at": 0.5,
+                "generation": 2,
+                "ranks": [1],
+                "signal": "SIGKILL",
+                "status": None,
+            },
+            "source": "RUNNING",
+            "target": "DRAINING",
+            "effects": [{"effect": "collect_evidence", "generation": 2}, {"effect": "release"}],
+            "why": "a primary cause closes the window",
+        }
+    )
+    assert text is not None
+    first, second, third = text.splitlines()
+    assert first.endswith(
+        "RUNNING → DRAINING           worker_crashed generation=2 ranks=[1] signal=SIGKILL"
+    )
+    assert second.strip() == "because a primary cause closes the window"
+    assert third.strip() == "then    collect_evidence(generation=2), release"
+
+
+def test_only_decisions_are_told() -> None:
+    """Measurements of actions and copies of the job would bury them."""
+    assert tell({"kind": "action"}) is None
+    assert tell({"kind": "job", "job": {}}) is None
+    assert tell({"kind": "header", "epoch": 3}) == "--- epoch 3: a daemon takes the job"
+
+
+def test_a_long_traceback_is_cut_to_one_line() -> None:
+    """One incident fits on one screen."""
+    event = {"event": "worker_raised", "at": 0, "error": {"traceback": "line\n" * 500}}
+    text = tell({"kind": "move", "event": event, "source": "A", "target": "A", "effects": []})
+    assert text is not None
+    assert len(text) < 300
+    assert "\n" not in text
