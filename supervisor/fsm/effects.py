@@ -85,9 +85,13 @@ class RecordIncident(Effect):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PruneCheckpoints(Effect):
-    """Delete what retention no longer keeps."""
+    """Delete what retention no longer keeps: all but `keep` of the verified checkpoints.
+
+    `verified` are the newest (generation, step) that were read back and agreed.
+    """
 
     keep: int
+    verified: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

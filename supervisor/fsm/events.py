@@ -145,6 +145,13 @@ class RestorePointsExhausted(GenerationEvent):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RestorePointsUnreadable(GenerationEvent):
+    """The disk did not say which restore points there are: that is not "there are none"."""
+
+    error: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RestorePointRejected(GenerationEvent):
     """Workers found the restore point damaged while loading it."""
 

@@ -37,6 +37,7 @@ from .events import (
     RaisedEvent,
     RestorePointRejected,
     RestorePointSelected,
+    RestorePointsUnreadable,
     RetryBudgetExhausted,
     RetryGranted,
     RetryRuledOut,
@@ -53,6 +54,8 @@ from .states import State
 
 # A stronger purpose of a drain replaces a weaker one, never the other way round.
 PURPOSES = ("", "recover", "stop", "fail", "complete")
+
+SELECT_AGAIN_S = 5.0
 
 EXIT_STATUSES = {"COMPLETED": 0, "budget": 3, "pointless": 4, "operator": 5, "signal": 75}
 
@@ -95,6 +98,7 @@ class Job:
     restore_path: str = ""
     restore_saved_by: int = 0
     committed_step: int = -1
+    verified: tuple[tuple[int, int], ...] = ()  # (generation, step) of the newest checkpoints
     stepped: bool = False  # Some generation finished a step: the user's code can work.
     purpose: str = ""
     stage: str = ""
@@ -152,9 +156,6 @@ class Job:
     def wants_last_save(self, event: StopRequested) -> bool:
         return not event.now
 
-    def waits_for_culprit(self, event: Event) -> bool:
-        return self.stage == "last_call"
-
     def names_culprit(self, event: Event) -> bool:
         return self.stage == "last_call" and bool(getattr(event, "primary", True))
 
@@ -176,8 +177,8 @@ class Job:
     def last_save_overdue(self, event: DeadlinePassed) -> bool:
         return self.stage == "saving" and event.id == "drain"
 
-    def backoff_ended(self, event: DeadlinePassed) -> bool:
-        return event.id == "backoff"
+    def pause_ended(self, event: DeadlinePassed) -> bool:
+        return event.id in ("backoff", "select")
 
     def capacity_overdue(self, event: DeadlinePassed) -> bool:
         return event.id == "capacity"
@@ -211,6 +212,10 @@ class Job:
         self.effects.append(
             SelectRestorePoint(generation=self.active, seed_allowed=self.committed_step < 0)
         )
+
+    def select_again_later(self, event: RestorePointsUnreadable) -> None:
+        self._set_deadline("select", SELECT_AGAIN_S)
+        self.effects.append(NotifyOperator(message=f"no restore point yet: {event.error}"))
 
     def accept_restore_point(self, event: RestorePointSelected) -> None:
         self.restore_kind, self.restore_step = event.kind, event.step
@@ -257,7 +262,9 @@ class Job:
         self.committed_step = event.step
         if event.step > self.progress_mark:
             self.streak = 0
-        self.effects.append(PruneCheckpoints(keep=self.limits.checkpoints_kept))
+        keep = self.limits.checkpoints_kept
+        self.verified = (*self.verified, (event.generation, event.step))[-keep:]
+        self.effects.append(PruneCheckpoints(keep=keep, verified=self.verified))
 
     def report_failed_checkpoint(self, event: CheckpointFailed) -> None:
         self.effects.append(
@@ -354,6 +361,8 @@ class Job:
         self.effects.append(KillWorkers(generation=self.active))
 
     def quarantine_restore_point(self, event: RestorePointRejected) -> None:
+        bad = (self.restore_saved_by, self.restore_step)
+        self.verified = tuple(each for each in self.verified if each != bad)
         self.stage = "quarantine"
         self.effects.append(QuarantineRestorePoint(path=event.path, why=event.why))
 

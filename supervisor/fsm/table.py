@@ -385,11 +385,18 @@ DRAINING = [
 
 RESTORING = [
     on(
-        e.DeadlinePassed,
-        S.RESTORING,
+        e.RestorePointsUnreadable,
+        (S.PROVISIONING, S.RESTORING),
         None,
-        "the backoff is over",
-        when="backoff_ended",
+        "a disk that cannot be read now may be read later; starting over would lose what it holds",
+        do="select_again_later",
+    ),
+    on(
+        e.DeadlinePassed,
+        (S.PROVISIONING, S.RESTORING),
+        None,
+        "the pause is over",
+        when="pause_ended",
         do="select_restore_point",
     ),
     on(
@@ -451,11 +458,15 @@ IGNORED = [
     ),
     *ignore([e.RestorePointSelected], S.DRAINING, "found after the drain had begun"),
     *ignore(
-        [e.RestorePointsExhausted],
+        [e.RestorePointsExhausted, e.RestorePointsUnreadable],
         (S.INITIALIZING, S.RUNNING),
         "the generation has its restore point already",
     ),
-    *ignore([e.RestorePointsExhausted], S.DRAINING, "found after the drain had begun"),
+    *ignore(
+        [e.RestorePointsExhausted, e.RestorePointsUnreadable],
+        S.DRAINING,
+        "found after the drain had begun",
+    ),
     *ignore([e.RestorePointRejected], S.PROVISIONING, NO_WORKER),
     *ignore([e.RestorePointRejected], S.RUNNING, "all workers said that they hold it"),
     *ignore([e.RestorePointRejected], S.DRAINING, "evidence, no new failure"),

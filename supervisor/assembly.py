@@ -1,0 +1,465 @@
+"""Where the parts of a real daemon are put together and, at the end, taken down again.
+
+It connects; what happens is decided in `fsm` and done by the performers.
+"""
+
+import asyncio
+import hashlib
+import json
+import signal
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import structlog
+
+from supervisor import history
+from supervisor.cluster import RayCluster
+from supervisor.config import Settings, job_directory
+from supervisor.control import Answer, Control, Request
+from supervisor.daemon import Clock, Daemon, header_of
+from supervisor.display import Display
+from supervisor.drills import Drills
+from supervisor.embedded import EmbeddedRedis, RedisAddress, authenticate
+from supervisor.errors import ClusterUnusable, EverstepError
+from supervisor.files import RESULT_FILE, RunFiles
+from supervisor.fsm import effects as x
+from supervisor.fsm import events as e
+from supervisor.fsm.job import Job, Limits
+from supervisor.fsm.states import TERMINAL, State
+from supervisor.heartbeats import Deadlines, HeartbeatMonitor, RedisStore, Suspicion, watch
+from supervisor.journal import JOURNAL_FILE, Journal
+from supervisor.lock import Lock, acquire
+from supervisor.past import Past, past_of
+from supervisor.performers import Performers
+from supervisor.status import snapshot
+from trainer.heartbeat import BeatMessage
+
+log = structlog.get_logger(__name__)
+
+SAFE_STATES = {"", *(state.name for state in TERMINAL)}
+REDIS_RETRY_S = 1.0
+TAKE_DOWN_LIMIT_S = 30.0
+
+
+async def run_daemon(
+    settings: Settings, origins: Mapping[str, str], config_path: Path, terminal: bool
+) -> int:
+    """Run the job of these settings to its end; returns the exit status.
+
+    Raises AlreadyRunning, DiskError, ClusterUnusable, or DeveloperError with the story of a bug.
+    """
+    run_dir = job_directory(settings.job, config_path)
+    with acquire(run_dir) as lock:
+        run_dir.chmod(0o700)
+        journal = Journal(run_dir / JOURNAL_FILE, epoch=lock.epoch)
+        if journal.truncated:
+            log.warning("journal_truncated", bytes=journal.truncated, why="a torn last line")
+        past = past_of(journal.records)
+        if past.state == State.COMPLETED.name:
+            message = f"{settings.job.name} is complete; nothing is left to do ({run_dir})"
+            log.info("already_completed", message=message)
+            if terminal:
+                print(message)
+            return 0
+        assembly = _Assembly(settings, config_path, run_dir, lock, journal, past, terminal)
+        return await assembly.run()
+
+
+class _Assembly:
+    def __init__(
+        self,
+        settings: Settings,
+        config_path: Path,
+        run_dir: Path,
+        lock: Lock,
+        journal: Journal,
+        past: Past,
+        terminal: bool,
+    ) -> None:
+        self.settings, self.run_dir, self.lock, self.past = settings, run_dir, lock, past
+        self.config_dir = config_path.resolve().parent
+        self.terminal = terminal
+        self.started_at = time.time()
+        self.beats: dict[tuple[int, int], BeatMessage] = {}
+        self.embedded_redis: EmbeddedRedis | None = None
+        self.clock = Clock(wall=self.started_at, not_before=_last_at(journal))
+        self.drills = Drills(settings.drills_allowed, settings.cluster.workers)
+        if settings.cluster.address == "local":
+            authenticate(run_dir)
+        deadlines = settings.deadlines
+        self.monitor = HeartbeatMonitor(
+            Deadlines(deadlines, every_s=settings.heartbeats.every_s),
+            lease_s=settings.heartbeats.lease_s,
+            every_s=settings.heartbeats.every_s,
+        )
+        self.cluster = RayCluster(
+            settings.cluster,
+            run_dir,
+            lock.epoch,
+            self._on_record,
+            self._on_slot_lost,
+            on_cluster_lost=self._on_cluster_lost,
+        )
+        self.daemon = Daemon(
+            job=self._job(),
+            journal=journal,
+            clock=self.clock,
+            header=header_of(
+                job=settings.job.name,
+                limits=asdict(self._limits()),
+                settings_digest=_digest(settings),
+            ),
+            performers_of=self._performers,
+        )
+
+    # What the run begins with
+
+    def _limits(self) -> Limits:
+        settings, budgets = self.settings, self.settings.budgets
+        return Limits(
+            failures_max=budgets.failures_max,
+            startup_failures_max=budgets.startup_failures_max,
+            node_failures_max=settings.cluster.node_failures_max,
+            preemptions_max=budgets.preemptions_max,
+            window_s=budgets.window_s,
+            no_progress_max=budgets.no_progress_max,
+            same_error_max=budgets.same_error_max,
+            backoff_base_s=budgets.backoff_base_s,
+            backoff_max_s=budgets.backoff_max_s,
+            last_call_s=settings.recovery.last_call_s,
+            drain_s=settings.deadlines.drain_s,
+            capacity_wait_s=settings.cluster.capacity_wait_s,
+            checkpoints_kept=settings.checkpoint.keep,
+            seed=settings.trainer.seed,
+        )
+
+    def _job(self) -> Job:
+        past = self.past
+        return Job(
+            limits=self._limits(),
+            generation=past.generation,
+            placement=past.placement,
+            incidents=past.incidents,
+            committed_step=past.committed_step,
+            progress_mark=past.committed_step,
+            verified=past.verified,
+        )
+
+    def _performers(self, daemon: Daemon) -> Performers:
+        settings = self.settings
+        self.redis = RedisAddress(host="127.0.0.1", port=0, password="")
+        return Performers(
+            workers=settings.cluster.workers,
+            drain_s=settings.deadlines.drain_s,
+            placement_timeout_s=settings.cluster.placement_timeout_s,
+            capacity_wait_s=settings.cluster.capacity_wait_s,
+            job=settings.job.name,
+            cluster=self.cluster,
+            monitor=self.monitor,
+            disk=RunFiles(self.run_dir),
+            timers=daemon.timers,
+            clock=self.clock,
+            spec_of=self._spec,
+            result_of=self._result,
+            on_outcome=daemon.post,
+            on_action=daemon.note_action,
+            on_bug=daemon.note_bug,
+        )
+
+    def _spec(self, effect: x.StartWorkers, rank: int) -> dict[str, Any]:
+        """What the worker of a rank is told; the cluster adds what only it knows."""
+        settings = self.settings
+        point = None
+        if effect.kind != "seed":
+            point = {
+                "kind": effect.kind,
+                "path": effect.path,
+                "step": effect.step,
+                "generation": effect.saved_by,
+            }
+        return {
+            "job": settings.job.name,
+            "run_dir": str(self.run_dir),
+            "config_dir": str(self.config_dir),
+            "generation": effect.generation,
+            "epoch": self.lock.epoch,
+            "role": "active",
+            "rank": rank,
+            "world_size": settings.cluster.workers,
+            "beat_file": str(
+                self.run_dir / "logs" / f"generation-{effect.generation}" / f"rank-{rank}.beat"
+            ),
+            "trainer": settings.trainer.model_dump(mode="json"),
+            "checkpoint": settings.checkpoint.model_dump(mode="json"),
+            "restore_point": point,
+            "heartbeat": {
+                "host": self.redis.host,
+                "port": self.redis.port,
+                "password": self.redis.password or None,
+                "every_s": settings.heartbeats.every_s,
+            },
+            "drills": settings.drills_allowed,
+            "faults": self.drills.armed_for(rank),
+        }
+
+    def _result(self, effect: x.WriteResult) -> dict[str, Any]:
+        daemon, job = self.daemon, self.daemon.job
+        rows = history.recoveries(daemon.moves_of_run)
+        done = history.step_rows(self.run_dir)
+        last = done[max(done)] if done else {}
+        return {
+            "state": effect.state,
+            "exit_status": effect.exit_status,
+            "reason": effect.reason,
+            "step": job.result.get("step", max(job.committed_step, 0)),
+            "params_digest": job.result.get("params_digest"),
+            "loss": job.result.get("loss", last.get("loss")),
+            "held_out_loss": job.result.get("held_out_loss"),
+            "generations": job.generation,
+            "failures": len(rows),
+            "recoveries": rows,
+            "goodput": history.goodput(
+                self.run_dir, since=self.started_at, elapsed_s=time.time() - self.started_at
+            ),
+        }
+
+    # What comes in from outside
+
+    def _on_record(self, record: dict[str, Any]) -> None:
+        if record.get("report") == "drill":
+            self.drills.struck(str(record.get("id")))
+        roster = self.daemon.performers.rosters.get(record.get("generation", 0))
+        if roster is None:
+            log.info("late_word", generation=record.get("generation"), report=record.get("report"))
+            return
+        try:
+            found = roster.take(record, self.clock())
+        except (KeyError, TypeError, ValueError) as error:
+            log.error("report_unreadable", record=record, why=repr(error))
+            return
+        if record.get("report") == "ready" and record.get("differences"):
+            log.warning(
+                "environment_differs",
+                rank=record["rank"],
+                differences=record["differences"],
+                consequence="the numbers may differ in their last bits",
+            )
+        for event in found:
+            self.daemon.post(event)
+
+    def _on_slot_lost(self, ranks: tuple[int, ...], why: str, node_lost: bool) -> None:
+        kind = e.NodeLost if node_lost else e.SlotLost
+        generation = self.daemon.job.active
+        self.daemon.post(kind(at=self.clock(), generation=generation, ranks=ranks, why=why))
+
+    def _on_cluster_lost(self, why: str) -> None:
+        self.daemon.performers.forget_cluster()
+        self.daemon.post(e.ClusterLost(at=self.clock(), why=why))
+
+    def _on_suspicion(self, suspicion: Suspicion) -> None:
+        common: dict[str, Any] = {
+            "at": self.clock(),
+            "generation": suspicion.generation,
+            "ranks": suspicion.ranks,
+            "phase": suspicion.phase,
+            "step": suspicion.step,
+            "silence_s": round(suspicion.silence_s, 3),
+        }
+        limit_s = round(suspicion.deadline_s, 3)
+        if suspicion.kind == "heartbeat_lost":
+            self.daemon.post(e.HeartbeatLost(**common, lease_s=limit_s))
+        else:
+            stalled = suspicion.stalled
+            self.daemon.post(e.ProgressStalled(**common, stalled=stalled, deadline_s=limit_s))
+
+    def _on_store_lost(self, why: str) -> None:
+        self.blind_at = self.clock()
+        self.daemon.post(e.HeartbeatStoreLost(at=self.blind_at, why=why))
+        if self.embedded_redis is not None:
+            self._mending = asyncio.create_task(self._mend_redis())
+
+    async def _mend_redis(self) -> None:
+        """Our own server comes back at its old address, so that the workers find it."""
+        assert self.embedded_redis is not None
+        while self.monitor.is_blind:
+            if not self.embedded_redis.is_alive():
+                try:
+                    await asyncio.to_thread(self.embedded_redis.ensure)
+                except EverstepError as error:
+                    log.error("redis_not_restarted", why=str(error))
+            await asyncio.sleep(REDIS_RETRY_S)
+
+    def _on_store_recovered(self) -> None:
+        blind_s = round(self.clock() - self.blind_at, 3)
+        self.daemon.post(e.HeartbeatStoreRecovered(at=self.clock(), blind_s=blind_s))
+
+    def _on_beats(self, beats: Mapping[tuple[int, int], BeatMessage]) -> None:
+        self.beats = dict(beats)
+
+    # What operators ask
+
+    def _snapshot(self) -> dict[str, Any]:
+        return snapshot(
+            self.daemon,
+            name=self.settings.job.name,
+            steps=self.settings.trainer.steps,
+            epoch=self.lock.epoch,
+            started_at=self.started_at,
+            beats=self.beats,
+            drills=self.settings.drills_allowed,
+        )
+
+    async def _answer(self, request: Request) -> Answer:
+        match request["command"]:
+            case "status":
+                return {"ok": True, **self._snapshot()}
+            case "stop":
+                now = bool(request.get("now"))
+                event = e.StopRequested(at=self.clock(), by="operator", now=now)
+                self.daemon.post(event)
+                return {"ok": True}
+            case "fault":
+                return await self.drills.order(request, self.cluster, self.daemon.job.active)
+            case other:
+                return {"ok": False, "error": f"unknown command {other!r}"}
+
+    # The run
+
+    async def run(self) -> int:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(number, self.daemon.interrupt, number)
+        (self.run_dir / RESULT_FILE).unlink(missing_ok=True)
+        self._say_what_begins()
+        try:
+            async with AsyncExitStack() as stack:
+                stack.push_async_callback(self._take_down)
+                await self._connect_redis(stack)
+                control = Control(self.run_dir, self._answer)
+                await control.start()
+                stack.push_async_callback(control.close)
+                self._show(stack)
+                if self.past.state not in SAFE_STATES:
+                    await self._sweep_leftovers()
+                self._watch(stack)
+                return await self.daemon.run(after=self.past.state)
+        finally:
+            self.daemon.journal.close()
+
+    def _say_what_begins(self) -> None:
+        past = self.past
+        if past.state:
+            log.info(
+                "job_resumed" if past.committed_step >= 0 else "job_restarted",
+                after=past.state,
+                committed_step=past.committed_step,
+                next_generation=past.generation + 1,
+                run_dir=str(self.run_dir),
+            )
+        else:
+            log.info("job_begins", name=self.settings.job.name, run_dir=str(self.run_dir))
+
+    async def _connect_redis(self, stack: AsyncExitStack) -> None:
+        url = self.settings.heartbeats.redis_url
+        if url == "local":
+            self.embedded_redis = EmbeddedRedis(self.run_dir)
+            self.redis = await asyncio.to_thread(self.embedded_redis.ensure)
+            url = f"redis://:{self.redis.password}@{self.redis.host}:{self.redis.port}"
+        else:
+            self.redis = _address(url)
+        store = RedisStore(job=self.settings.job.name, url=url)
+        stack.push_async_callback(store.close)
+        self.daemon.performers.store = store
+
+    def _show(self, stack: AsyncExitStack) -> None:
+        display = Display(self._snapshot, terminal=self.terminal)
+        task = asyncio.create_task(display.run())
+
+        async def end() -> None:
+            display.stop()
+            await task
+
+        stack.push_async_callback(end)
+
+    def _watch(self, stack: AsyncExitStack) -> None:
+        store = self.daemon.performers.store
+        assert store is not None
+        watcher = asyncio.create_task(
+            watch(
+                job=self.settings.job.name,
+                monitor=self.monitor,
+                store=store,
+                witness=self.cluster.witness,
+                every_s=self.settings.heartbeats.every_s,
+                on_suspicion=self._on_suspicion,
+                on_store_lost=self._on_store_lost,
+                on_store_recovered=self._on_store_recovered,
+                on_beats=self._on_beats,
+            )
+        )
+        watcher.add_done_callback(self._watcher_ended)
+
+        async def end() -> None:
+            watcher.cancel()
+            await asyncio.gather(watcher, return_exceptions=True)
+
+        stack.push_async_callback(end)
+
+    def _watcher_ended(self, watcher: asyncio.Task[None]) -> None:
+        if not watcher.cancelled() and (error := watcher.exception()) is not None:
+            self.daemon.note_bug(error)
+
+    async def _sweep_leftovers(self) -> None:
+        """A daemon vanished: what it left must be gone before anything is chosen or started."""
+        await self.daemon.performers.reach_cluster()
+
+    async def _take_down(self) -> None:
+        """End what this daemon started, and nothing else; each step whatever the others do."""
+        for name, step in (
+            ("calls", self.daemon.performers.call_off),
+            ("slots", self.cluster.release),
+            ("ray", self._leave_ray),
+            ("redis", self._stop_redis),
+        ):
+            await _bounded(name, step)
+
+    async def _leave_ray(self) -> None:
+        await self.cluster.disconnect(stop_head=self.settings.cluster.address == "local")
+
+    async def _stop_redis(self) -> None:
+        if self.embedded_redis is not None:
+            await asyncio.to_thread(self.embedded_redis.stop)
+
+
+async def _bounded(name: str, step: Callable[[], Any]) -> None:
+    try:
+        async with asyncio.timeout(TAKE_DOWN_LIMIT_S):
+            await step()
+    except (TimeoutError, OSError, EverstepError) as error:
+        log.error("not_taken_down", what=name, why=str(error) or repr(error))
+
+
+def _address(url: str) -> RedisAddress:
+    parts = urlsplit(url)
+    if not parts.hostname:
+        raise ClusterUnusable(f"heartbeats.redis_url names no host: {parts.scheme}://…")
+    return RedisAddress(
+        host=parts.hostname, port=parts.port or 6379, password=unquote(parts.password or "")
+    )
+
+
+def _digest(settings: Settings) -> str:
+    text = json.dumps(settings.model_dump(mode="json"), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _last_at(journal: Journal) -> float:
+    for record in reversed(journal.records):
+        if record["kind"] == "move":
+            return float(record["event"]["at"])
+    return 0.0

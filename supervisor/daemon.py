@@ -1,0 +1,247 @@
+"""The daemon: one loop that takes facts in, writes down what the table says, and gives the orders.
+
+The contract, in this order, for every event:
+
+1. One event at a time goes to the machine, which is pure.
+2. The moves are appended to the journal and are on the disk. While they cannot be, nothing is
+   performed: the event waits, the operator is told, training goes on.
+3. One log line a move.
+4. The effects go to the performers, unordered.
+5. Every effect ends in an event, which comes back to 1. Nothing calls the machine sideways.
+"""
+
+import asyncio
+import signal
+import traceback
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import structlog
+
+from supervisor.errors import DeveloperError, DiskError
+from supervisor.fsm import effects as x
+from supervisor.fsm import events as e
+from supervisor.fsm.job import Job
+from supervisor.fsm.machine import JobMachine, Move, UnexpectedEvent, table_digest
+from supervisor.fsm.states import TERMINAL, State
+from supervisor.journal import SCHEMA, Journal
+from supervisor.performers import Performers
+from supervisor.timers import Timers
+
+log = structlog.get_logger(__name__)
+
+JOURNAL_RETRY_S = 1.0
+STORY_LENGTH = 20
+
+
+class Clock:
+    """Wall clock at the start plus monotonic time since: it never goes back, whatever NTP does."""
+
+    def __init__(self, *, wall: float, not_before: float = 0.0) -> None:
+        self._wall = max(wall, not_before)
+        self._start: float | None = None
+
+    def __call__(self) -> float:
+        """Seconds since the epoch."""
+        now = asyncio.get_running_loop().time()
+        if self._start is None:
+            self._start = now
+        return round(self._wall + now - self._start, 6)
+
+
+class Daemon:
+    """One run of a job, from `job_started` to a terminal state.
+
+    `performers_of(daemon)` makes the performers, whose callbacks are methods of the daemon.
+    """
+
+    def __init__(
+        self,
+        *,
+        job: Job,
+        journal: Journal,
+        clock: Clock,
+        header: dict[str, Any],
+        performers_of: Callable[["Daemon"], Performers],
+    ) -> None:
+        self.machine = JobMachine(job)
+        self.journal = journal
+        self.clock = clock
+        self.header = header
+        self.timers = Timers(self._ring)
+        self.performers = performers_of(self)
+        self.last_move: Move | None = None
+        self.moves_of_run: list[dict[str, Any]] = []
+        self.journal_lost_since: float | None = None
+        self._inbox: deque[e.Event] = deque()
+        self._awake = asyncio.Event()
+        self._actions: list[dict[str, Any]] = []
+        self._bug: BaseException | None = None
+        self._stops = 0
+
+    @property
+    def job(self) -> Job:
+        """The facts as of now; to be read only."""
+        return self.machine.job
+
+    # Ways in
+
+    def post(self, event: e.Event) -> None:
+        """Put a fact into the inbox; from the loop's thread only."""
+        self._inbox.append(event)
+        self._awake.set()
+
+    def note_action(self, record: dict[str, Any]) -> None:
+        """An effect ended: a line of the journal, no decision."""
+        self._actions.append({"kind": "action", **record})
+        self._awake.set()
+
+    def note_bug(self, error: BaseException) -> None:
+        """Something that nobody foresaw: the daemon ends with its story."""
+        self._bug = self._bug or error
+        self._awake.set()
+
+    def interrupt(self, number: int) -> None:
+        """A signal: the first asks for a drain, the second for the end at once."""
+        self._stops += 1
+        log.warning("signal_received", signal=signal.Signals(number).name, times=self._stops)
+        self.post(e.StopRequested(at=self.clock(), by="signal", now=self._stops > 1))
+
+    def _ring(self, deadline: x.SetDeadline) -> None:
+        self.post(e.DeadlinePassed(at=self.clock(), id=deadline.id, owner=deadline.owner))
+
+    # The loop
+
+    async def run(self, *, after: str) -> int:
+        """Run the job to its end and return the exit status.
+
+        `after` says how the previous run ended. Raises DeveloperError with the story of a bug.
+        """
+        await self._commit([self.header, self._job_record()])
+        self.post(e.JobStarted(at=self.clock(), after=after))
+        while self._bug is None:
+            if self._inbox:
+                await self._take(_merged(self._inbox))
+            elif self._actions:
+                await self._write_actions()
+            elif self.job.state in TERMINAL and not self.performers.busy:
+                return self.job.exit_status
+            else:
+                self._awake.clear()
+                await self._awake.wait()
+        raise DeveloperError(await self._story(self._bug))
+
+    async def _take(self, event: e.Event) -> None:
+        before = self.machine.job
+        try:
+            moves = self.machine.handle(event)
+        except UnexpectedEvent as error:
+            self.note_bug(error)
+            return
+        records = [{"kind": "move", **move.to_dict()} for move in moves]
+        if self.job.state is State.RUNNING and before.state is not State.RUNNING:
+            records.append(self._job_record())
+        await self._commit(records)
+        self.moves_of_run += [record for record in records if record["kind"] == "move"]
+        self.timers.end_owners(self.job.owner)
+        for move in moves:
+            self.last_move = move
+            _tell(move, self.job)
+            for effect in move.effects:
+                self.performers.launch(effect)
+        # Performers begin before the next event is taken, not after a busy inbox.
+        await asyncio.sleep(0)
+
+    async def _commit(self, records: list[dict[str, Any]]) -> None:
+        """Return when the disk has the records; until then nothing else happens here."""
+        actions, self._actions = self._actions, []
+        while True:
+            try:
+                self.journal.append([*actions, *records])
+                break
+            except DiskError as error:
+                if self.journal_lost_since is None:
+                    self.journal_lost_since = self.clock()
+                    log.error("journal_lost", why=str(error), consequence="no order is given")
+                await asyncio.sleep(JOURNAL_RETRY_S)
+        if self.journal_lost_since is not None:
+            log.warning("journal_recovered", lost_s=round(self.clock() - self.journal_lost_since))
+            self.journal_lost_since = None
+
+    async def _write_actions(self) -> None:
+        """Actions are no decisions: they may wait for the next line that must be on the disk."""
+        actions, self._actions = self._actions, []
+        try:
+            self.journal.append(actions, durable=False)
+        except DiskError as error:
+            log.warning("action_not_recorded", why=str(error))
+
+    def _job_record(self) -> dict[str, Any]:
+        return {"kind": "job", "job": self.job.to_dict()}
+
+    async def _story(self, bug: BaseException) -> str:
+        """The bug, what led to it, and where it came from: fit to be reported as it is."""
+        trail = [
+            f"  {move['event']['event']}: {move['source']} → {move['target']}"
+            for move in self.moves_of_run[-STORY_LENGTH:]
+        ]
+        where = "".join(traceback.format_exception(bug)).strip()
+        story = "\n".join(["a bug of everstep; the last moves were:", *trail, where])
+        record = {"kind": "action", "action": "bug", "outcome": "failed", "error": story}
+        try:
+            self.journal.append([*self._actions, {**record, "at": self.clock()}])
+        except DiskError as error:
+            log.error("journal_lost", why=str(error))
+        return story
+
+
+def header_of(*, job: str, limits: dict[str, Any], settings_digest: str) -> dict[str, Any]:
+    """The line that opens a segment of the journal."""
+    return {
+        "kind": "header",
+        "schema": SCHEMA,
+        "job_name": job,
+        "table": table_digest(),
+        "limits": limits,
+        "settings": settings_digest,
+    }
+
+
+def _merged(inbox: deque[e.Event]) -> e.Event:
+    """The next event; a thousand equal deaths in a row are one."""
+    event = inbox.popleft()
+    while inbox and isinstance(event, e.WorkerCrashed | e.SlotLost | e.NodeLost):
+        other = inbox[0]
+        if type(other) is not type(event):
+            break
+        assert isinstance(other, e.WorkerCrashed | e.SlotLost | e.NodeLost)
+        same = replace(other, at=event.at, ranks=event.ranks)
+        if isinstance(same, e.WorkerCrashed) and isinstance(event, e.WorkerCrashed):
+            same = replace(same, detail=event.detail, step=event.step)
+        if same != event:
+            break
+        event = replace(event, ranks=tuple(sorted({*event.ranks, *other.ranks})))
+        inbox.popleft()
+    return event
+
+
+def _tell(move: Move, job: Job) -> None:
+    facts = {
+        key: value
+        for key, value in move.event.to_dict().items()
+        if key not in ("event", "at", "generation", "error", "slots", "exits") and value != ""
+    }
+    if "error" in (fields := move.event.to_dict()):
+        error = fields["error"]
+        facts["error"] = error if isinstance(error, str) else error.get("message")
+    log.info(
+        move.event.name,
+        source=move.source.name,
+        target=move.target.name,
+        generation=getattr(move.event, "generation", job.active),
+        effects=[type(effect).__name__ for effect in move.effects],
+        why=move.why,
+        **facts,
+    )

@@ -1,0 +1,72 @@
+"""Drills: faults that an operator orders for a running job, to see it recover."""
+
+import itertools
+from typing import Any
+
+from supervisor.cluster import Cluster, ClusterError
+from trainer.heartbeat import PHASES
+
+KINDS = ("kill", "stop", "raise", "segfault", "exit", "hold-gil", "allocate", "sleep")
+_SIGNALS = {"kill": "SIGKILL", "stop": "SIGSTOP"}
+
+
+class Drills:
+    """The faults that were ordered. One that waits for a phase or step outlives a generation."""
+
+    def __init__(self, allowed: bool, workers: int) -> None:
+        self._allowed = allowed
+        self._workers = workers
+        self._numbers = itertools.count(1)
+        self._armed: dict[str, dict[str, Any]] = {}
+
+    def armed_for(self, rank: int) -> list[dict[str, Any]]:
+        """What a new worker of this rank must know of."""
+        return [
+            {key: value for key, value in fault.items() if key != "rank"}
+            for fault in self._armed.values()
+            if fault["rank"] == rank
+        ]
+
+    def struck(self, id: str) -> None:
+        """A worker said that it is about to strike: never twice."""
+        self._armed.pop(id, None)
+
+    async def order(
+        self, request: dict[str, Any], cluster: Cluster, generation: int
+    ) -> dict[str, Any]:
+        """Carry out or arm one fault; the answer says what will happen."""
+        if problem := self._problem(request):
+            return {"ok": False, "error": problem}
+        rank, kind = request["rank"], request["kind"]
+        fault = {"id": f"drill-{next(self._numbers)}", "rank": rank, "kind": kind}
+        fault |= {key: request.get(key) for key in ("phase", "step", "seconds")}
+        waits = fault["phase"] is not None or fault["step"] is not None
+        if waits:
+            self._armed[fault["id"]] = fault
+        try:
+            if kind in _SIGNALS and not waits:
+                await cluster.signal(generation, rank, _SIGNALS[kind])
+            else:
+                order = {key: value for key, value in fault.items() if key != "rank"}
+                await cluster.order(generation, rank, {"order": "fault", **order})
+        except ClusterError as error:
+            if not waits:
+                return {"ok": False, "error": f"rank {rank} cannot be struck now: {error}"}
+            return {"ok": True, "message": f"Armed for the next worker of rank {rank}."}
+        return {"ok": True}
+
+    def _problem(self, request: dict[str, Any]) -> str:
+        if not self._allowed:
+            return "drills are off for this job; set control.drills = true and start it again"
+        rank, kind = request.get("rank"), request.get("kind")
+        if not isinstance(rank, int) or not 0 <= rank < self._workers:
+            return f"there is no rank {rank!r}; the ranks are 0 to {self._workers - 1}"
+        if kind not in KINDS:
+            return f"unknown kind {kind!r}; one of {', '.join(KINDS)}"
+        if request.get("phase") not in (None, *PHASES):
+            return f"unknown phase {request['phase']!r}; one of {', '.join(PHASES)}"
+        for name, types in (("step", (int,)), ("seconds", (int, float))):
+            value = request.get(name)
+            if value is not None and (not isinstance(value, types) or value < 0):
+                return f"{name} must be a number from 0 up, not {value!r}"
+        return ""

@@ -1,0 +1,70 @@
+"""The files of a run, reached from threads: a disk may hang, the loop of the daemon may not.
+
+It decides nothing: what to keep, quarantine or write is said by the effects.
+"""
+
+import asyncio
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from supervisor import incidents, restore_points
+from supervisor.restore_points import RestorePoint
+
+RESULT_FILE = "result.json"
+
+
+class RunFiles:
+    """The real `Disk` of the performers, below `<run_dir>/<job>`."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+
+    async def restore_points(self, accepted: Sequence[int]) -> list[RestorePoint]:
+        """What can be restored of the accepted generations, the newest first. Raises OSError."""
+        return await asyncio.to_thread(restore_points.find, self.run_dir, accepted)
+
+    async def quarantine(self, path: str, why: str) -> None:
+        """Move a restore point to where nothing picks it again; fine if it is gone already."""
+        place = Path(path)
+        point = RestorePoint(
+            step=int(place.name),
+            generation=int(place.parent.name.removeprefix("generation-")),
+            path=place,
+        )
+        try:
+            await asyncio.to_thread(restore_points.quarantine, point, why)
+        except FileNotFoundError:
+            return
+
+    async def prune(self, keep: int, verified: Sequence[tuple[int, int]]) -> None:
+        """Delete what retention no longer keeps."""
+        await asyncio.to_thread(restore_points.prune, self.run_dir, keep, set(verified))
+
+    async def write_evidence(
+        self, incident: int, generation: int, evidence: Mapping[int, Mapping[str, Any]]
+    ) -> None:
+        """Write stacks, log tails and the rest of what the slots found."""
+        await asyncio.to_thread(
+            incidents.write_evidence, self.run_dir, incident, generation, evidence
+        )
+
+    async def write_summary(self, incident: int, summary: Mapping[str, Any]) -> None:
+        """Write incident.json."""
+        await asyncio.to_thread(incidents.write_summary, self.run_dir, incident, summary)
+
+    async def write_result(self, result: Mapping[str, Any]) -> None:
+        """Write result.json: whole or not at all."""
+        await asyncio.to_thread(self._write_result, result)
+
+    def _write_result(self, result: Mapping[str, Any]) -> None:
+        path = self.run_dir / RESULT_FILE
+        temporary = path.with_name(f"{RESULT_FILE}.new")
+        with temporary.open("w", encoding="utf-8") as file:
+            json.dump(result, file, indent=2)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)

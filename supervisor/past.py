@@ -1,0 +1,56 @@
+"""What an earlier run leaves behind in the journal, read without the table that wrote it."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from supervisor.journal import Record
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Past:
+    """The last segment of a journal: how it ended, and the numbers that only grow.
+
+    `state` is empty if no daemon has run here. `verified` are (generation, step) of the newest
+    checkpoints that were read back and agreed.
+    """
+
+    state: str = ""
+    generation: int = 0
+    placement: int = 0
+    incidents: int = 0
+    committed_step: int = -1
+    verified: tuple[tuple[int, int], ...] = ()
+
+
+def past_of(records: Iterable[Record]) -> Past:
+    """Read the records of one segment, in order."""
+    state, committed_step = "", -1
+    verified: dict[tuple[int, int], None] = {}
+    numbers = {"generation": 0, "placement": 0, "incident": 0}
+    for record in records:
+        if record["kind"] == "job":
+            job = record["job"]
+            state, committed_step = job["state"], job["committed_step"]
+            numbers["generation"] = max(numbers["generation"], job["generation"])
+            numbers["placement"] = max(numbers["placement"], job["placement"])
+            numbers["incident"] = max(numbers["incident"], job["incidents"])
+            verified |= {(generation, step): None for generation, step in job["verified"]}
+        elif record["kind"] == "move":
+            event = record["event"]
+            state = record["target"]
+            for named in (event, *record["effects"]):
+                for key in numbers:
+                    numbers[key] = max(numbers[key], int(named.get(key) or 0))
+            if event["event"] == "checkpoint_committed":
+                committed_step = max(committed_step, event["step"])
+                verified[(event["generation"], event["step"])] = None
+            elif event["event"] == "restore_point_selected" and event["kind"] != "seed":
+                committed_step = max(committed_step, event["step"])
+    return Past(
+        state=state,
+        generation=numbers["generation"],
+        placement=numbers["placement"],
+        incidents=numbers["incident"],
+        committed_step=committed_step,
+        verified=tuple(verified)[-16:],
+    )

@@ -1,0 +1,353 @@
+"""Effects into deeds: each order becomes calls to Ray, Redis or the disk, and ends in one event.
+
+Performers decide nothing. What fails becomes an event with its text; what should never happen is
+handed to `on_bug` and ends the daemon.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import structlog
+
+from supervisor.cluster import Cluster, ClusterError, PlacementTimedOut, StartFailed
+from supervisor.errors import EverstepError
+from supervisor.fsm import effects as x
+from supervisor.fsm import events as e
+from supervisor.heartbeats import (
+    HeartbeatMonitor,
+    HeartbeatStore,
+    RankView,
+    StoreUnavailable,
+)
+from supervisor.restore_points import RestorePoint
+from supervisor.timers import Timers
+from supervisor.workers import Roster
+from trainer.heartbeat import beat_key
+
+log = structlog.get_logger(__name__)
+
+CAPACITY_POLL_S = 1.0
+EVIDENCE_LIMIT_S = 4.0
+# What nothing waits for: its success is an action record, its failure an event.
+HOUSEKEEPING = (x.PruneCheckpoints, x.RecordIncident, x.NotifyOperator, x.SetDeadline)
+# What an order to end a generation calls off.
+_CALLED_OFF = (x.PlaceSlots, x.StartWorkers, x.RestoreWorkers, x.SaveWorkers, x.SelectRestorePoint)
+
+
+class Disk(Protocol):
+    """The files of a run; two of them: real, and the one of the tests."""
+
+    async def restore_points(self, accepted: Sequence[int]) -> list[RestorePoint]:
+        """What can be restored of the accepted generations, the newest first."""
+        ...
+
+    async def quarantine(self, path: str, why: str) -> None:
+        """Move a restore point to where nothing picks it again. Raises OSError, DiskError."""
+        ...
+
+    async def prune(self, keep: int, verified: Sequence[tuple[int, int]]) -> None:
+        """Delete all but `keep` verified (generation, step). Raises OSError, DiskError."""
+        ...
+
+    async def write_evidence(
+        self, incident: int, generation: int, evidence: Mapping[int, Mapping[str, Any]]
+    ) -> None:
+        """Write what the slots found. Raises OSError, DiskError."""
+        ...
+
+    async def write_summary(self, incident: int, summary: Mapping[str, Any]) -> None:
+        """Write the incident's summary. Raises OSError, DiskError."""
+        ...
+
+    async def write_result(self, result: Mapping[str, Any]) -> None:
+        """Write result.json. Raises OSError, DiskError."""
+        ...
+
+
+class Performers:
+    """Carries out effects as tasks, one an effect, and tells their outcomes.
+
+    `on_outcome` gets the events, `on_action` a record for the journal each time a task ends,
+    `on_bug` an exception that nobody foresaw. `spec_of(effect, rank)` makes what a worker is told.
+    """
+
+    def __init__(
+        self,
+        *,
+        workers: int,
+        drain_s: float,
+        placement_timeout_s: float,
+        capacity_wait_s: float,
+        job: str,
+        cluster: Cluster,
+        store: HeartbeatStore | None = None,
+        monitor: HeartbeatMonitor,
+        disk: Disk,
+        timers: Timers,
+        clock: Callable[[], float],
+        spec_of: Callable[[x.StartWorkers, int], dict[str, Any]],
+        result_of: Callable[[x.WriteResult], dict[str, Any]],
+        on_outcome: Callable[[e.Event], None],
+        on_action: Callable[[dict[str, Any]], None],
+        on_bug: Callable[[BaseException], None],
+    ) -> None:
+        self.workers, self.drain_s, self.job = workers, drain_s, job
+        self.placement_timeout_s, self.capacity_wait_s = placement_timeout_s, capacity_wait_s
+        self.cluster, self.store, self.monitor, self.disk = cluster, store, monitor, disk
+        self.timers, self.clock = timers, clock
+        self.spec_of, self.result_of = spec_of, result_of
+        self.on_outcome, self.on_action, self.on_bug = on_outcome, on_action, on_bug
+        self.rosters: dict[int, Roster] = {}
+        self.pids: dict[int, dict[int, int]] = {}
+        self.nodes: dict[int, str] = {}
+        self._tasks: dict[asyncio.Task[None], x.Effect] = {}
+        self._reached = False
+
+    async def reach_cluster(self) -> None:
+        """Connect, once, and end what an earlier daemon left there. Raises ClusterError."""
+        if self._reached:
+            return
+        await self.cluster.connect()
+        for leftover in await self.cluster.sweep():
+            log.warning("leftover_swept", what=leftover)
+        self._reached = True
+
+    def forget_cluster(self) -> None:
+        """The cluster is lost: the next placement connects anew."""
+        self._reached = False
+
+    def launch(self, effect: x.Effect) -> None:
+        """Begin an effect; returns at once."""
+        task = asyncio.create_task(self._run(effect), name=type(effect).__name__)
+        self._tasks[task] = effect
+        task.add_done_callback(lambda done: self._tasks.pop(done, None))
+
+    def views(self, generation: int) -> tuple[RankView, ...]:
+        """What the monitor knows of the ranks of a generation."""
+        return self.monitor.view(generation, asyncio.get_running_loop().time())
+
+    @property
+    def busy(self) -> bool:
+        """Whether any effect is still being carried out."""
+        return bool(self._tasks)
+
+    async def call_off(self, kinds: tuple[type[x.Effect], ...] = (x.Effect,)) -> None:
+        """Cancel what is under way and wait until it has let go."""
+        me = asyncio.current_task()
+        tasks = [t for t, doing in self._tasks.items() if isinstance(doing, kinds) and t is not me]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _run(self, effect: x.Effect) -> None:
+        began = asyncio.get_running_loop().time()
+        action: dict[str, Any] = {"action": type(effect).__name__, "outcome": "finished"}
+        if generation := getattr(effect, "generation", None):
+            action["generation"] = generation
+        outcome: e.Event | None = None
+        try:
+            outcome = await self._perform(effect)
+        except asyncio.CancelledError:
+            action["outcome"] = "called_off"
+        except (OSError, EverstepError, ClusterError, StoreUnavailable) as error:
+            text = str(error) or repr(error)
+            action |= {"outcome": "failed", "error": text}
+            outcome = e.HousekeepingFailed(at=self.clock(), action=action["action"], error=text)
+        except Exception as error:
+            self.on_bug(error)
+            return
+        if not isinstance(effect, x.SetDeadline):
+            took_s = asyncio.get_running_loop().time() - began
+            self.on_action({**action, "at": self.clock(), "duration_s": round(took_s, 4)})
+        if outcome is not None:
+            self.on_outcome(outcome)
+
+    async def _perform(self, effect: x.Effect) -> e.Event | None:
+        match effect:
+            case x.SelectRestorePoint():
+                return await self._select_restore_point(effect)
+            case x.QuarantineRestorePoint():
+                await self.disk.quarantine(effect.path, effect.why)
+                return e.RestorePointQuarantined(at=self.clock(), path=effect.path)
+            case x.PlaceSlots():
+                return await self._place_slots(effect)
+            case x.StartWorkers():  # and RestoreWorkers
+                return await self._start_workers(effect)
+            case x.SaveWorkers():
+                return await self._save_workers(effect)
+            case x.CollectEvidence():
+                return await self._collect_evidence(effect)
+            case x.KillWorkers():
+                return await self._kill_workers(effect)
+            case x.RecordIncident():
+                await self.disk.write_summary(effect.incident, effect.summary)
+            case x.PruneCheckpoints():
+                await self.disk.prune(effect.keep, effect.verified)
+            case x.SetDeadline():
+                self.timers.set(effect)
+            case x.NotifyOperator():
+                log.warning("notice", message=effect.message)
+            case x.ReleaseSlots():
+                await self.call_off(_CALLED_OFF)
+                await self.cluster.release()
+            case x.WriteResult():
+                await self.disk.write_result(self.result_of(effect))
+            case _:
+                raise TypeError(f"no performer for {effect}")
+        return None
+
+    async def _select_restore_point(self, effect: x.SelectRestorePoint) -> e.Event:
+        common: dict[str, Any] = {"generation": effect.generation}
+        try:
+            points = await self.disk.restore_points(range(1, effect.generation))
+        except OSError as error:
+            return e.RestorePointsUnreadable(at=self.clock(), **common, error=str(error))
+        common["at"] = self.clock()
+        if points:
+            newest = points[0]
+            return e.RestorePointSelected(
+                **common,
+                kind=newest.kind,
+                step=newest.step,
+                path=str(newest.path),
+                saved_by=newest.generation,
+            )
+        if effect.seed_allowed:
+            return e.RestorePointSelected(**common, kind="seed", step=0, path="", saved_by=0)
+        why = "the journal records a committed checkpoint, and none that can be loaded is left"
+        return e.RestorePointsExhausted(**common, why=why)
+
+    async def _place_slots(self, effect: x.PlaceSlots) -> e.Event | None:
+        generation = effect.generation
+        began = self.clock()
+        try:
+            await self.reach_cluster()
+            if why := await self.cluster.shortage():
+                missing = e.CapacityMissing(at=self.clock(), generation=generation, why=why)
+                if self.capacity_wait_s <= 0:
+                    return missing
+                self.on_outcome(missing)
+                while await self.cluster.shortage():
+                    await asyncio.sleep(CAPACITY_POLL_S)
+            slots = await self.cluster.place(effect.placement, self.placement_timeout_s)
+        except PlacementTimedOut as error:
+            waited_s = round(self.clock() - began, 1)
+            return e.PlacementTimedOut(
+                at=self.clock(), generation=generation, waited_s=waited_s, why=str(error)
+            )
+        except (ClusterError, EverstepError, OSError) as error:
+            return e.PlacementFailed(at=self.clock(), generation=generation, error=str(error))
+        self.nodes = {slot.rank: slot.node_id for slot in slots}
+        return e.SlotsPlaced(
+            at=self.clock(),
+            generation=generation,
+            placement=effect.placement,
+            slots=tuple((slot.rank, slot.node_id, slot.pid) for slot in slots),
+        )
+
+    async def _start_workers(self, effect: x.StartWorkers) -> e.Event:
+        generation, ranks = effect.generation, range(self.workers)
+        self.rosters[generation] = Roster(
+            generation=generation,
+            world_size=self.workers,
+            restoring=isinstance(effect, x.RestoreWorkers),
+        )
+        specs = [self.spec_of(effect, rank) for rank in ranks]
+        try:
+            pids = await self.cluster.start(generation, specs)
+        except StartFailed as error:
+            return e.InitializationFailed(
+                at=self.clock(), generation=generation, ranks=error.ranks, error=str(error)
+            )
+        except (ClusterError, OSError) as error:
+            return e.InitializationFailed(
+                at=self.clock(), generation=generation, ranks=tuple(ranks), error=str(error)
+            )
+        self.pids = {generation: dict(pids)}
+        self.monitor.arm(generation, ranks, asyncio.get_running_loop().time())
+        return e.WorkersStarted(
+            at=self.clock(), generation=generation, pids=tuple(sorted(pids.items()))
+        )
+
+    async def _save_workers(self, effect: x.SaveWorkers) -> e.Event:
+        """Agree on a last step: rank 0 names it and waits until all the others know."""
+        generation = effect.generation
+        roster = self.rosters[generation]
+        others = range(1, self.workers)
+        try:
+            async with asyncio.timeout(self.drain_s):
+                await self.cluster.order(generation, 0, {"order": "stop"})
+                await roster.until(
+                    lambda r: bool(r.said.get("stopping")) or bool(r.said.get("saved"))
+                )
+                if 0 in roster.said.get("stopping", {}):
+                    step = int(roster.said["stopping"][0]["after_step"])
+                    order = {"order": "stop_after", "step": step}
+                    await asyncio.gather(
+                        *(self.cluster.order(generation, rank, order) for rank in others)
+                    )
+                    await roster.until(lambda r: len(r.said.get("acknowledged", {})) >= len(others))
+                    await self.cluster.order(generation, 0, {"order": "go"})
+                else:  # It had finished before it was asked.
+                    step = int(roster.said["saved"][0]["step"])
+                await roster.until(lambda r: 0 in r.said.get("saved", {}))
+        except TimeoutError:
+            error = f"the workers did not save within {self.drain_s:g} s"
+            return e.LastSaveFailed(at=self.clock(), generation=generation, error=error)
+        except ClusterError as error:
+            return e.LastSaveFailed(at=self.clock(), generation=generation, error=str(error))
+        step = int(roster.said["saved"][0]["step"])
+        return e.WorkersSaved(at=self.clock(), generation=generation, step=step)
+
+    async def _collect_evidence(self, effect: x.CollectEvidence) -> e.Event:
+        """Never raises: a drain does not wait for what cannot be learned."""
+        generation = effect.generation
+        found: Mapping[int, Mapping[str, Any]] = {}
+        try:
+            async with asyncio.timeout(EVIDENCE_LIMIT_S):
+                found = await self.cluster.evidence(generation)
+                await self.disk.write_evidence(effect.incident, generation, found)
+        except (TimeoutError, OSError, ClusterError, EverstepError) as error:
+            log.warning("evidence_incomplete", generation=generation, why=str(error))
+        missing = tuple(rank for rank in range(self.workers) if rank not in found)
+        return e.EvidenceCollected(at=self.clock(), generation=generation, missing=missing)
+
+    async def _kill_workers(self, effect: x.KillWorkers) -> e.Event:
+        generation = effect.generation
+        self.monitor.disarm(generation)
+        if roster := self.rosters.get(generation):
+            roster.ending = True
+        await self.call_off(_CALLED_OFF)
+        unproven: tuple[str, ...] = ()
+        exits: tuple[tuple[int, int | None, str | None], ...] = ()
+        if roster is not None:
+            try:
+                ended, unproven = await self.cluster.kill(generation, self.drain_s)
+                exits = tuple((one.rank, one.status, one.signal) for one in ended)
+            except ClusterError as error:
+                unproven = (f"generation {generation}: {error}",)
+            self._forget(generation)
+        if unproven:
+            return e.ExitUnproven(
+                at=self.clock(), generation=generation, unproven=unproven, exits=exits
+            )
+        return e.WorkersGone(at=self.clock(), generation=generation, exits=exits)
+
+    def _forget(self, generation: int) -> None:
+        """The keys of a dead generation are rubbish; nothing on the path of recovery waits."""
+        self.rosters.pop(generation, None)
+        keys = [beat_key(self.job, generation, rank) for rank in range(self.workers)]
+        assert self.store is not None
+        self._spawn(self.store.delete(keys))
+
+    def _spawn(self, call: Awaitable[None]) -> None:
+        async def quietly() -> None:
+            try:
+                await call
+            except StoreUnavailable:
+                log.info("heartbeats_not_deleted", why="the store is away; they expire")
+
+        task = asyncio.create_task(quietly())
+        self._tasks[task] = x.NotifyOperator(message="")
+        task.add_done_callback(lambda done: self._tasks.pop(done, None))

@@ -1,0 +1,125 @@
+"""What `status` answers and the display shows: a picture of a run, made of what is known now."""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from supervisor.daemon import Daemon
+from supervisor.fsm.job import Job
+from trainer.heartbeat import BeatMessage
+
+HINT = "to see a recovery, in another terminal: python -m supervisor fault --rank 1 --kind kill"
+
+
+def snapshot(
+    daemon: Daemon,
+    *,
+    name: str,
+    steps: int,
+    epoch: int,
+    started_at: float,
+    beats: Mapping[tuple[int, int], BeatMessage],
+    drills: bool,
+) -> dict[str, Any]:
+    """The fields of `status --json` (see the README), each None or empty if unknown."""
+    job, now = daemon.job, daemon.clock()
+    roster = daemon.performers.rosters.get(job.active)
+    first = beats.get((job.active, 0))
+    ready = roster.said.get("ready", {}).get(0, {}) if roster else {}
+    step = first.step if first and first.step >= 0 else job.result.get("step", job.restore_step)
+    step_s = first.durations.get("step", (first.step_s or 0.0, 0.0))[0] if first else None
+    return {
+        "job": name,
+        "state": job.state.name,
+        "generation": job.active,
+        "step": step,
+        "steps": steps,
+        "workers": _workers(daemon, beats),
+        "standby": None,
+        "restore_point": _restore_point(job),
+        "budgets": _budgets(job),
+        "supervisor": {"pid": os.getpid(), "epoch": epoch, "started_at": started_at},
+        "incident": _incident(job),
+        "purpose": job.purpose or None,
+        "heartbeat_store_lost_since": job.blind_since,
+        "journal_lost_since": daemon.journal_lost_since,
+        "loss": first.loss if first else job.result.get("loss"),
+        "held_out_loss": first.held_out_loss if first else job.result.get("held_out_loss"),
+        "unigram_entropy": ready.get("unigram_entropy"),
+        "tokens_per_s": first.tokens_per_s if first else None,
+        "step_s": step_s,
+        "time_left_s": round((steps - step) * step_s, 1) if step_s else None,
+        "last_event": _last_event(daemon),
+        "uptime_s": round(now - started_at, 1),
+        "retry_in_s": daemon.timers.left_s("backoff"),
+        "hint": HINT if drills and job.state.name == "RUNNING" and not job.incidents else None,
+    }
+
+
+def _workers(daemon: Daemon, beats: Mapping[tuple[int, int], BeatMessage]) -> list[dict[str, Any]]:
+    performers, active = daemon.performers, daemon.job.active
+    roster = performers.rosters.get(active)
+    if roster is None:
+        return []
+    views = {view.rank: view for view in performers.views(active)}
+    rows = []
+    for rank in range(performers.workers):
+        beat, view = beats.get((active, rank)), views.get(rank)
+        rows.append(
+            {
+                "rank": rank,
+                "pid": performers.pids.get(active, {}).get(rank),
+                "node": performers.nodes.get(rank),
+                "phase": beat.phase if beat else roster.phases[rank],
+                "step": beat.step if beat else None,
+                "beat_age_s": _rounded(view.beat_age_s) if view else None,
+            }
+        )
+    return rows
+
+
+def _restore_point(job: Job) -> dict[str, Any] | None:
+    if job.committed_step < 0:
+        return None
+    verified = any(step == job.committed_step for _, step in job.verified)
+    return {"kind": "checkpoint", "step": job.committed_step, "verified": verified}
+
+
+def _budgets(job: Job) -> dict[str, dict[str, int]]:
+    limits = job.limits
+    causes = {
+        "worker": limits.failures_max,
+        "startup": limits.startup_failures_max,
+        "node": limits.node_failures_max,
+        "preemption": limits.preemptions_max,
+    }
+    return {
+        cause: {"spent": len(job.spent.get(cause, ())), "limit": limit}
+        for cause, limit in causes.items()
+    }
+
+
+def _incident(job: Job) -> dict[str, Any] | None:
+    if job.incident is None:
+        return None
+    incident = job.incident
+    return {
+        "number": incident.number,
+        "event": incident.event,
+        "cause": incident.cause,
+        "ranks": incident.ranks,
+        "victims": incident.victims,
+        "story": incident.story,
+        "at": incident.opened_at,
+    }
+
+
+def _last_event(daemon: Daemon) -> dict[str, Any] | None:
+    move = daemon.last_move
+    if move is None:
+        return None
+    return {"event": move.event.name, "at": move.event.at, "why": move.why}
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 2)
