@@ -24,17 +24,12 @@ DEFAULTS_S: Mapping[str, float] = {
 }
 """Before a phase was ever seen to end: a wrong verdict costs more than a late one."""
 
-FLOORS_S: Mapping[str, float] = {
-    # These two are armed afresh by each generation and may always be cold again (another node,
-    # another world size, no cache), however fast they were last time: they never drop below the
-    # first default.
-    "initialize": DEFAULTS_S["initialize"],
-    "compile": DEFAULTS_S["compile"],
-    # Ten times a phase of milliseconds would be less than one hiccup of a disk or a network.
-    "restore": 60.0,
-    "evaluate": 20.0,
-    "checkpoint": 30.0,
-}
+FLOORS_S: Mapping[str, float] = {"evaluate": 20.0, "checkpoint": 30.0}
+"""Ten times a phase of milliseconds would be less than one hiccup of a disk or a network.
+
+Only what one process does more than once gets below its first default. The rest is armed afresh by
+each generation and may be cold again (another node, no cache), however fast it was last time.
+"""
 
 
 class DeadlineSettings(Protocol):
@@ -58,7 +53,7 @@ class Deadlines:
     """The deadline of each phase, in seconds, learned over generations where it is "auto".
 
     In `step`: max(1 s, 5 x median, 2 x recent maximum) over the slowest rank. Elsewhere: max(floor,
-    10 x the longest seen), and a fixed default before the first was seen.
+    10 x the longest seen); the floor is a fixed default until this process has done it once.
     """
 
     def __init__(self, settings: DeadlineSettings, *, every_s: float) -> None:
@@ -95,8 +90,8 @@ class Deadlines:
     def limit_s(self, phase: str, *, warm: bool = True) -> float:
         """The deadline of `phase`; infinite in `wait`, where only liveness counts.
 
-        `warm` says whether the rank in question has a median of its own; before that a step is
-        given at least the time of a first step.
+        `warm` says whether the process in question has done this before. The first time a step
+        connects, an evaluation compiles, and a rank's part of a save may be the longest of all.
         """
         if phase == "wait":
             return math.inf
@@ -106,9 +101,8 @@ class Deadlines:
             if self._step_s is None:
                 self._step_s = self._learned_step_s()
             return self._step_s if warm and self._steps else max(FIRST_STEP_S, self._step_s)
-        if phase not in self._longest_s:
-            return DEFAULTS_S[phase]
-        return max(FLOORS_S[phase], 10.0 * self._longest_s[phase])
+        floor_s = FLOORS_S.get(phase, DEFAULTS_S[phase]) if warm else DEFAULTS_S[phase]
+        return max(floor_s, 10.0 * self._longest_s.get(phase, 0.0))
 
     def _learned_step_s(self) -> float:
         median = max((typical for typical, _ in self._steps.values()), default=0.0)

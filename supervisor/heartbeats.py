@@ -200,12 +200,13 @@ async def watch(
 async def _ask(witness: Witness, suspicion: Suspicion) -> Mapping[int, Mapping[str, Any]]:
     try:
         async with asyncio.timeout(WITNESS_S):
-            return await witness(suspicion.generation, suspicion.stalled)
+            told = await witness(suspicion.generation, suspicion.stalled)
     except TimeoutError:
         return {}
     except Exception as error:
         log.warning("witness_failed", generation=suspicion.generation, why=repr(error))
         return {}
+    return {rank: word for rank, word in told.items() if "error" not in word}
 
 
 def _tell_broken_paths(monitor: HeartbeatMonitor, told: set[Member]) -> set[Member]:

@@ -63,6 +63,7 @@ class _Track:
     rank: int
     beats_at: float
     seq_at: float
+    ahead_at: float  # when it last had another rank behind it
     here: bool = False  # its key was there at the last poll; if not, it is unknown, not silent
     message: BeatMessage | None = None
     beats: int = -1
@@ -103,7 +104,7 @@ class HeartbeatMonitor:
 
     def arm(self, generation: int, ranks: Iterable[int], now: float) -> None:
         """Watch a generation from now on, knowing nothing of it; `initialize` counts from here."""
-        tracks = {rank: _Track(rank=rank, beats_at=now, seq_at=now) for rank in ranks}
+        tracks = {rank: _Track(rank=rank, beats_at=now, seq_at=now, ahead_at=now) for rank in ranks}
         self._armed[generation] = tracks
         self._deadlines.forget_ranks_from(len(tracks))
 
@@ -197,42 +198,44 @@ class HeartbeatMonitor:
     # --- who is silent ----------------------------------------------------------------------------
 
     def _suspect(self, generation: int, now: float) -> Suspicion | None:
-        tracks = self._armed[generation].values()
-        lost = [track for track in tracks if self._is_lost(track, now)]
-        stalled = [track for track in tracks if self._is_stalled(track, now)]
-        if lost:
-            behind = sorted({track.rank for track in (*lost, *stalled)})
-            return self._suspicion("heartbeat_lost", generation, lost, behind, now)
-        if not stalled or self._only_wait(stalled, tracks):
+        tracks = [track for track in self._armed[generation].values() if track.phase != "wait"]
+        overdue = self._overdue(tracks, now)
+        lost = [track for track in self._armed[generation].values() if self._is_lost(track, now)]
+        if not lost and not overdue:
             return None
-        # A victim may pass its deadline a poll before its culprit does: both count from half of it.
-        late = [track for track in tracks if self._is_stalled(track, now, share=0.5)]
-        ranks = sorted(track.rank for track in late)
-        return self._suspicion(
-            "progress_stalled", generation, self._culprits(late, now), ranks, now
-        )
+        # Ranks stop within a step of each other: from half of its deadline a rank counts as silent.
+        silent = {track.rank: track for track in tracks if self._is_silent(track, now)}
+        silent |= {track.rank: track for track in (*overdue, *lost)}
+        if lost:
+            return self._suspicion("heartbeat_lost", generation, lost, sorted(silent), now)
+        culprits = self._culprits([silent[rank] for rank in sorted(silent)], now)
+        return self._suspicion("progress_stalled", generation, culprits, sorted(silent), now)
 
-    @staticmethod
-    def _only_wait(stalled: list[_Track], tracks: Iterable[_Track]) -> bool:
-        """Whether a rank that is in time is behind all of them, so that they wait for it.
+    def _overdue(self, tracks: list[_Track], now: float) -> list[_Track]:
+        """Those furthest behind, if they have been that for longer than their deadline.
 
-        For rank 0 that writes a checkpoint, say, or for one that compiles a little longer.
+        Whoever is ahead of another rank may only be waiting for it: for rank 0 that writes a
+        checkpoint, for one that compiles longer. Its own time starts when it is overtaken.
         """
-        late = {track.rank for track in stalled}
-        last = min(track.position() for track in stalled)
-        return any(
-            track.rank not in late and track.phase != "wait" and track.position() < last
+        last = min((track.position() for track in tracks), default=(0, 0))
+        for track in tracks:
+            if track.position() > last:
+                track.ahead_at = now
+        return [
+            track
             for track in tracks
-        )
+            if track.position() == last
+            and now - max(track.seq_at, track.ahead_at) > self._limit_s(track)
+        ]
 
     def _is_lost(self, track: _Track, now: float) -> bool:
         return track.here and now - track.beats_at > self._lease_s
 
-    def _is_stalled(self, track: _Track, now: float, share: float = 1.0) -> bool:
-        return now - track.seq_at > share * self._limit_s(track)
+    def _is_silent(self, track: _Track, now: float) -> bool:
+        return now - track.seq_at > 0.5 * self._limit_s(track)
 
     def _limit_s(self, track: _Track) -> float:
-        warm = track.message is not None and "step" in track.message.durations
+        warm = track.message is not None and track.phase in track.message.durations
         return self._deadlines.limit_s(track.phase, warm=warm)
 
     def _culprits(self, stalled: list[_Track], now: float) -> list[_Track]:
@@ -329,7 +332,7 @@ class HeartbeatMonitor:
         beating = sent > max(track.beats, track.told_beats)
         if not moved and not beating:
             return
-        track.path_broken = not track.here or now - track.beats_at > self._lease_s
+        track.path_broken = self._is_mute(track, now)
         track.told_beats = max(sent, track.told_beats)
         track.beats_at = now
         if moved:
