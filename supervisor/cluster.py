@@ -1,0 +1,677 @@
+"""The cluster as the daemon sees it: slots, what their children report, how they end; plain data.
+
+`RayCluster` is the real one. It decides nothing: what it sees goes to two callbacks on the event
+loop, what it is told it does in bounded time, or raises ClusterError. It never unpickles what a
+slot says, and imports Ray only once connected.
+"""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from supervisor import ray_calls
+from supervisor.embedded import EmbeddedRay
+from supervisor.errors import EverstepError
+from trainer.child import end_orphans, log_path, log_tail, machine
+from trainer.processes import Identity, await_end
+from trainer.worker import COMMAND, POLL_S
+
+T = TypeVar("T")
+Record = dict[str, Any]
+
+_CONNECT_LIMIT_S = 60.0
+_DISCONNECT_LIMIT_S = 15.0
+_ORDER_LIMIT_S = 5.0
+_START_LIMIT_S = 15.0
+_EVIDENCE_LIMIT_S = 2.0
+_WITNESS_LIMIT_S = 1.0
+_REMOVAL_LIMIT_S = 15.0
+_TABLE_LIMIT_S = 5.0
+_DOUBT_PAUSE_S = 0.25
+_SAME_MOMENT_S = 0.02  # deaths this close together are told as one
+_PLACEMENT_PAUSE_S = 0.05
+
+
+class ClusterError(EverstepError):
+    """Ray, or a slot, did not do what it was told. The text says which and why."""
+
+
+class PlacementTimedOut(ClusterError):
+    """The slots that were asked for did not come in time."""
+
+
+class SlotDied(ClusterError):
+    """The slot's process is gone, and its children with it."""
+
+
+class SlotSilent(ClusterError):
+    """The slot did not answer in time: a doubt, not a death."""
+
+
+class SlotRefused(ClusterError):
+    """The slot lives, and does not carry out this order."""
+
+
+class StartFailed(ClusterError):
+    """Some ranks could not be started. What was started is left for `kill`."""
+
+    def __init__(self, ranks: tuple[int, ...], why: str) -> None:
+        super().__init__(why)
+        self.ranks = ranks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slot:
+    """A place for one rank. `started_at`: seconds after the boot of its machine."""
+
+    rank: int
+    node_id: str
+    host: str
+    pid: int
+    started_at: float
+    local_rank: int
+    node_rank: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exit:
+    """How a rank's process ended: a status, or a signal's name; both None where nobody saw it."""
+
+    rank: int
+    status: int | None
+    signal: str | None
+    log_tail: tuple[str, ...]
+
+
+class ClusterNeeds(Protocol):
+    """The part of the settings that is read here: section [cluster]."""
+
+    @property
+    def address(self) -> str: ...
+    @property
+    def workers(self) -> int: ...
+    @property
+    def cpus_per_worker(self) -> float: ...
+    @property
+    def gpus_per_worker(self) -> int: ...
+    @property
+    def resources_per_worker(self) -> Mapping[str, float]: ...
+    @property
+    def placement(self) -> str: ...
+
+
+class Cluster(Protocol):
+    """What the daemon needs of a cluster. Every wait is bounded; failures are ClusterErrors."""
+
+    async def connect(self) -> None:
+        """Reach the cluster, the job's own head started if need be."""
+
+    async def sweep(self) -> list[str]:
+        """End what an earlier daemon of this run left: names of slots and groups."""
+
+    async def shortage(self) -> str | None:
+        """Why the cluster, were it empty, could not hold the job; None where it could."""
+
+    async def place(self, placement: int, timeout_s: float) -> tuple[Slot, ...]:
+        """Slots for all ranks, in rank order: by node, then by device."""
+
+    async def start(self, generation: int, specs: Sequence[dict[str, Any]]) -> dict[int, int]:
+        """Start a generation, spec by spec in rank order; the pid of each rank."""
+
+    async def order(self, generation: int, rank: int, order: dict[str, Any]) -> None:
+        """Pass an order on to one rank."""
+
+    async def signal(self, generation: int, rank: int, name: str) -> None:
+        """Send one rank a signal: a drill."""
+
+    async def kill(
+        self, generation: int, timeout_s: float
+    ) -> tuple[tuple[Exit, ...], tuple[str, ...]]:
+        """End a generation: how its ranks ended, and what could not be proven gone in time."""
+
+    async def evidence(self, generation: int) -> dict[int, dict[str, Any]]:
+        """Stacks, log tail and state of every rank; `error` where there is none."""
+
+    async def witness(self, generation: int, ranks: Collection[int]) -> dict[int, dict[str, Any]]:
+        """What the slots see of these ranks; a rank that is missing gave no answer."""
+
+    async def release(self) -> None:
+        """Give the slots back to the cluster."""
+
+    async def disconnect(self, stop_head: bool) -> None:
+        """Leave the cluster; end the head if it is the job's own and that is wanted."""
+
+
+class RayCluster:
+    """The slots of one job on Ray.
+
+    `run_dir` is `<run_dir>/<job>`. `on_record` gets each record of a slot's `watch`, with
+    `generation` and `rank`; `on_slot_lost` the ranks of slots that died, why, and whether their
+    node did; `on_cluster_lost` why the job's own head, or the table of nodes, is out of reach. All
+    are called on the event loop. `command` is what slots run as a child.
+    """
+
+    def __init__(
+        self,
+        settings: ClusterNeeds,
+        run_dir: Path,
+        epoch: int,
+        on_record: Callable[[Record], None],
+        on_slot_lost: Callable[[tuple[int, ...], str, bool], None],
+        *,
+        on_cluster_lost: Callable[[str], None] | None = None,
+        command: Sequence[str] = COMMAND,
+    ) -> None:
+        self._settings = settings
+        self._run_dir = run_dir.resolve()
+        self._epoch = epoch
+        self._on_record = on_record
+        self._on_slot_lost = on_slot_lost
+        self._on_cluster_lost = on_cluster_lost
+        self._command = list(command)
+        self._prefix = ray_calls.prefix(self._run_dir)
+        self._head = EmbeddedRay(self._run_dir) if settings.address == "local" else None
+        # Ray's own calls may hang with its head; what hangs must not take asyncio's threads.
+        self._threads = ThreadPoolExecutor(4, thread_name_prefix="ray-call")
+        self._slots: tuple[Slot, ...] = ()
+        self._actors: tuple[Any, ...] = ()
+        self._machines: tuple[str, ...] = ()
+        self._dead: dict[int, str] = {}
+        self._started: dict[int, dict[int, Identity]] = {}
+        self._watches: list[asyncio.Task[None]] = []
+        self._guard: asyncio.Task[None] | None = None
+        self._news: dict[tuple[str, bool], list[int]] = {}
+
+    async def connect(self) -> None:
+        """Start or find the head, then connect. Raises ClusterUnusable or ClusterError."""
+        address = self._settings.address
+        if self._head is not None:
+            address = await self._in_thread(_CONNECT_LIMIT_S, self._head.ensure)
+        await self._in_thread(_CONNECT_LIMIT_S, ray_calls.connect, address)
+        if self._on_cluster_lost is not None:
+            self._guard = self._spawn(self._watch_cluster(self._on_cluster_lost))
+
+    async def sweep(self) -> list[str]:
+        """End leftovers of this run by exact name; their names. Raises ClusterError otherwise."""
+        found = await self._in_thread(_TABLE_LIMIT_S, ray_calls.find_slots, f"{self._prefix}slot:")
+        endings = (
+            self._ask(name, actor, "end", self._epoch, _ORDER_LIMIT_S, limit_s=_ORDER_LIMIT_S + 1)
+            for name, actor in found.items()
+        )
+        # One that does not answer is killed like the others, and its children die with it.
+        answers = await asyncio.gather(*endings, return_exceptions=True)
+        refused = [one for one in answers if isinstance(one, SlotRefused)]
+        if refused:
+            raise refused[0]
+        await self._in_thread(_TABLE_LIMIT_S, ray_calls.kill_slots, list(found.values()))
+        removed = await self._remove()
+        return [*found, *removed]
+
+    async def shortage(self) -> str | None:
+        """Compares with all that the living nodes have, in use or not."""
+        table = await self._in_thread(_TABLE_LIMIT_S, ray_calls.nodes)
+        living = [node for node in table if node.is_alive]
+        workers, kind = self._settings.workers, self._settings.placement
+        return ray_calls.shortage(self._bundle(), workers, kind, living)
+
+    async def place(self, placement: int, timeout_s: float) -> tuple[Slot, ...]:
+        """Place the slots anew. Whatever way it fails, nothing of it is left.
+
+        Raises PlacementTimedOut or ClusterError.
+        """
+        await self.release()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._place(placement)
+        except TimeoutError:
+            short = await self.shortage()
+            await self._give_back()
+            reason = f"; the cluster is too small: it {short}" if short else ""
+            raise PlacementTimedOut(
+                f"{self._settings.workers} slots did not come within {timeout_s:.0f} s{reason}"
+            ) from None
+        except BaseException:
+            await self._give_back()
+            raise
+        self._watches = [self._spawn(self._watch(slot.rank)) for slot in self._slots]
+        return self._slots
+
+    async def start(self, generation: int, specs: Sequence[dict[str, Any]]) -> dict[int, int]:
+        """Start all ranks at once. Sets `coordinator`, `rank`, `local_rank` and `node_rank`.
+
+        Raises StartFailed naming the ranks; `kill` then ends those that did start.
+        """
+        if len(specs) != len(self._slots):
+            raise ClusterError(f"{len(specs)} specs for {len(self._slots)} slots")
+        coordinator = await self._reserve_address(generation)
+        started: dict[int, Identity] = {}
+        self._started[generation] = started
+
+        async def start_one(slot: Slot) -> None:
+            own = {"rank": slot.rank, "local_rank": slot.local_rank, "node_rank": slot.node_rank}
+            spec = {**specs[slot.rank], **own, "coordinator": coordinator}
+            answer = await self._tell(slot.rank, "start", json.dumps(spec), limit_s=_START_LIMIT_S)
+            started[slot.rank] = Identity(pid=answer["pid"], started_at=answer["started_at"])
+
+        # In rank order: rank 0, whom all others join, is asked first.
+        outcomes = await asyncio.gather(*map(start_one, self._slots), return_exceptions=True)
+        _raise_start_failed(dict(enumerate(outcomes)))
+        return {rank: started[rank].pid for rank in sorted(started)}
+
+    async def order(self, generation: int, rank: int, order: dict[str, Any]) -> None:
+        """Raises ClusterError where the rank has ended, or does not read its orders."""
+        await self._tell(rank, "order", generation, json.dumps(order))
+
+    async def signal(self, generation: int, rank: int, name: str) -> None:
+        """Raises ClusterError where the rank has ended."""
+        await self._tell(rank, "signal", generation, name)
+
+    async def kill(
+        self, generation: int, timeout_s: float
+    ) -> tuple[tuple[Exit, ...], tuple[str, ...]]:
+        """Never raises for a slot that is dead or silent: it is told among the unproven."""
+        kills = (self._kill(slot, generation, timeout_s) for slot in self._slots)
+        outcomes = await asyncio.gather(*kills)
+        exits = tuple(end for end, _ in outcomes if end is not None)
+        unproven = tuple(why for _, why in outcomes if why is not None)
+        if not unproven:
+            self._started.pop(generation, None)
+        return exits, unproven
+
+    async def evidence(self, generation: int) -> dict[int, dict[str, Any]]:
+        """All ranks in parallel, at most 2 s. Never raises."""
+
+        async def collect(rank: int) -> dict[str, Any]:
+            try:
+                return await self._tell(rank, "evidence", generation, limit_s=_EVIDENCE_LIMIT_S)
+            except ClusterError as error:
+                return {
+                    "stacks": "",
+                    "log_tail": log_tail(log_path(self._run_dir, generation, rank), lines=200),
+                    "state": None,
+                    "beat": {},
+                    "error": str(error),
+                }
+
+        ranks = [slot.rank for slot in self._slots]
+        return dict(zip(ranks, await asyncio.gather(*map(collect, ranks)), strict=True))
+
+    async def witness(self, generation: int, ranks: Collection[int]) -> dict[int, dict[str, Any]]:
+        """All in parallel, at most 1 s. Never raises."""
+        asked = sorted(ranks)
+        questions = (
+            self._ask(
+                f"slot {rank}",
+                self._actors[rank],
+                "witness",
+                generation,
+                group="evidence",
+                limit_s=_WITNESS_LIMIT_S,
+            )
+            for rank in asked
+        )
+        answers = await asyncio.gather(*questions, return_exceptions=True)
+        return {
+            rank: answer
+            for rank, answer in zip(asked, answers, strict=True)
+            if not isinstance(answer, BaseException)
+        }
+
+    async def release(self) -> None:
+        """End children, actors and group, and wait until all are gone. Raises ClusterError."""
+        if not self._actors:
+            return
+        self._stop_watching()
+        endings = (
+            self._tell(slot.rank, "end", _ORDER_LIMIT_S, limit_s=_ORDER_LIMIT_S + 1)
+            for slot in self._slots
+            if slot.rank not in self._dead
+        )
+        await asyncio.gather(*endings, return_exceptions=True)
+        await self._give_back()
+
+    async def disconnect(self, stop_head: bool) -> None:
+        """Slots that were not released live on, unless the head ends."""
+        self._stop_watching()
+        if self._guard is not None:
+            self._guard.cancel()
+        # Where Ray hangs at this, the process that ends next does not need it.
+        with contextlib.suppress(ClusterError):
+            await self._in_thread(_DISCONNECT_LIMIT_S, ray_calls.disconnect)
+        if stop_head and self._head is not None:
+            await self._in_thread(_DISCONNECT_LIMIT_S, self._head.stop)
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    # Placing
+
+    def _bundle(self) -> dict[str, float]:
+        own = {"CPU": self._settings.cpus_per_worker, "GPU": float(self._settings.gpus_per_worker)}
+        wanted = {**own, **self._settings.resources_per_worker}
+        return {name: amount for name, amount in wanted.items() if amount > 0}
+
+    async def _place(self, number: int) -> None:
+        settings, bundle = self._settings, self._bundle()
+        group = await self._in_thread(
+            _TABLE_LIMIT_S,
+            ray_calls.create_group,
+            f"{self._prefix}group:{number}",
+            bundle,
+            settings.workers,
+            settings.placement,
+        )
+        while (at := await self._in_thread(_TABLE_LIMIT_S, ray_calls.group_nodes, group)) is None:
+            await asyncio.sleep(_PLACEMENT_PAUSE_S)
+        arguments = {
+            "job": self._run_dir.name,
+            "run_dir": str(self._run_dir),
+            "cpus": settings.cpus_per_worker,
+            "gpus": settings.gpus_per_worker,
+            "command": self._command,
+        }
+        creations = (
+            self._in_thread(
+                _TABLE_LIMIT_S,
+                ray_calls.create_slot,
+                f"{self._prefix}slot:{number}:{index}",
+                group,
+                index,
+                bundle,
+                arguments,
+            )
+            for index in range(settings.workers)
+        )
+        # All of them ended, well or not, before anything is cleaned up.
+        created = await asyncio.gather(*creations, return_exceptions=True)
+        actors = [_or_raise(one) for one in created]
+        questions = (
+            self._ask(f"slot {index}", actor, "describe", limit_s=None)
+            for index, actor in enumerate(actors)
+        )
+        told = await asyncio.gather(*questions)
+        order = _rank_order(at, [tuple(map(_device, one["gpus"])) for one in told])
+        node_ranks = {node: rank for rank, node in enumerate(dict.fromkeys(at[i] for i in order))}
+        places = [at[index] for index in order]
+        self._actors = tuple(actors[index] for index in order)
+        self._machines = tuple(told[index]["machine"] for index in order)
+        self._dead = {}
+        self._slots = tuple(
+            Slot(
+                rank=rank,
+                node_id=places[rank],
+                host=told[index]["host"],
+                pid=told[index]["pid"],
+                started_at=told[index]["started_at"],
+                local_rank=places[:rank].count(places[rank]),
+                node_rank=node_ranks[places[rank]],
+            )
+            for rank, index in enumerate(order)
+        )
+
+    async def _give_back(self) -> None:
+        """End what bears our names, whatever of it there is."""
+        found = await self._in_thread(_TABLE_LIMIT_S, ray_calls.find_slots, f"{self._prefix}slot:")
+        await self._in_thread(_TABLE_LIMIT_S, ray_calls.kill_slots, list(found.values()))
+        await self._remove()
+        self._slots, self._actors, self._machines = (), (), ()
+
+    async def _remove(self) -> list[str]:
+        limit_s = _REMOVAL_LIMIT_S
+        await self._in_thread(
+            limit_s + 1, ray_calls.await_no_slots, f"{self._prefix}slot:", limit_s
+        )
+        removed = await self._in_thread(
+            limit_s + 1, ray_calls.remove_groups, f"{self._prefix}group:", limit_s
+        )
+        left = await self._in_thread(_ORDER_LIMIT_S + 1, end_orphans, self._run_dir, _ORDER_LIMIT_S)
+        if left:
+            pids = ", ".join(str(one.pid) for one in left)
+            raise ClusterError(f"processes of this run cannot be ended: pid {pids}")
+        return removed
+
+    async def _reserve_address(self, generation: int) -> str:
+        alone = len({slot.node_id for slot in self._slots}) == 1
+        host = "127.0.0.1"
+        if not alone:
+            table = await self._in_thread(_TABLE_LIMIT_S, ray_calls.nodes)
+            host = next(node.address for node in table if node.id == self._slots[0].node_id)
+        try:
+            answer = await self._tell(0, "reserve_address", generation, host)
+        except ClusterError as error:
+            raise StartFailed((0,), f"rank 0 has no address for the others: {error}") from error
+        return f"[{host}]:{answer['port']}" if ":" in host else f"{host}:{answer['port']}"
+
+    # Ending
+
+    async def _kill(
+        self, slot: Slot, generation: int, timeout_s: float
+    ) -> tuple[Exit | None, str | None]:
+        """How a rank ended, or why that is not known."""
+        where = f"rank {slot.rank} of generation {generation} on {slot.host}"
+        if slot.rank in self._dead:
+            return await self._prove_gone(slot, generation, timeout_s, where)
+        try:
+            answer = await self._tell(
+                slot.rank, "kill", generation, timeout_s, limit_s=timeout_s + 1
+            )
+        except SlotDied:
+            return await self._prove_gone(slot, generation, timeout_s, where)
+        except ClusterError as error:
+            return None, f"{where}: {error}"
+        if answer["survivors"]:
+            pids = ", ".join(map(str, answer["survivors"]))
+            return None, f"{where}: pid {pids} still there {timeout_s:.1f} s after SIGKILL"
+        end = answer["exit"]
+        return end and _exit(slot.rank, end), None
+
+    async def _prove_gone(
+        self, slot: Slot, generation: int, timeout_s: float, where: str
+    ) -> tuple[Exit | None, str | None]:
+        """A child dies with its slot; on this machine we can see that it did."""
+        child = self._started.get(generation, {}).get(slot.rank)
+        if child is None and generation not in self._started:
+            return None, None
+        if self._machines[slot.rank] != machine():
+            pid = child.pid if child else "unknown"
+            return None, f"{where}: pid {pid} of a slot that died cannot be seen from here"
+        left = await self._in_thread(timeout_s + 1, await_end, [child] if child else [], timeout_s)
+        left += await self._in_thread(timeout_s + 1, end_orphans, self._run_dir, timeout_s)
+        if left:
+            return None, f"{where}: pid {', '.join(str(one.pid) for one in left)} still there"
+        tail = log_tail(log_path(self._run_dir, generation, slot.rank), lines=20)
+        return Exit(rank=slot.rank, status=None, signal=None, log_tail=tuple(tail)), None
+
+    # Watching
+
+    async def _watch(self, rank: int) -> None:
+        after = 0
+        while True:
+            try:
+                answer = await self._tell(rank, "watch", after, group="watch", limit_s=POLL_S + 10)
+            except SlotDied as error:
+                node_lost = "its node has died" in str(error)
+                self._lose(rank, str(error), node_lost or await self._is_node_lost(rank))
+                return
+            except SlotRefused as error:
+                self._lose(rank, str(error), False)
+                return
+            except ClusterError as error:
+                if await self._is_node_lost(rank):
+                    self._lose(rank, str(error), True)
+                    return
+                await asyncio.sleep(_DOUBT_PAUSE_S)
+                continue
+            if answer["lost"]:
+                self._on_record({"report": "lost", "count": answer["lost"], "rank": rank})
+            for record in answer["records"]:
+                self._on_record(record)
+            after = answer["last"]
+
+    def _stop_watching(self) -> None:
+        for watch in self._watches:
+            watch.cancel()
+        self._watches = []
+
+    async def _is_node_lost(self, rank: int) -> bool:
+        """What the table of nodes says; where that cannot be had, it is not known to be lost."""
+        try:
+            table = await self._in_thread(_TABLE_LIMIT_S, ray_calls.nodes)
+        except ClusterError:
+            return False
+        node_id = self._slots[rank].node_id
+        return not any(node.is_alive for node in table if node.id == node_id)
+
+    def _lose(self, rank: int, why: str, node_lost: bool) -> None:
+        self._dead[rank] = why
+        if not self._news:
+            asyncio.get_running_loop().call_later(_SAME_MOMENT_S, self._tell_losses)
+        self._news.setdefault((why if node_lost else "", node_lost), []).append(rank)
+
+    def _tell_losses(self) -> None:
+        news, self._news = self._news, {}
+        for (_, node_lost), ranks in news.items():
+            self._on_slot_lost(tuple(sorted(ranks)), self._dead[ranks[0]], node_lost)
+
+    async def _watch_cluster(self, on_lost: Callable[[str], None]) -> None:
+        misses = 0
+        while misses < 2:
+            await asyncio.sleep(1.0 if self._head else _TABLE_LIMIT_S)
+            if self._head is not None:
+                misses = 0 if self._head.is_alive() else 2
+                continue
+            try:
+                await self._in_thread(_TABLE_LIMIT_S, ray_calls.nodes)
+                misses = 0
+            except ClusterError:
+                misses += 1
+        on_lost("the job's own Ray head has died" if self._head else "Ray's head does not answer")
+
+    # Asking
+
+    async def _tell(
+        self,
+        rank: int,
+        method: str,
+        *arguments: Any,
+        group: str = "orders",
+        limit_s: float = _ORDER_LIMIT_S,
+    ) -> dict[str, Any]:
+        """Give a slot an order, with our epoch."""
+        if rank >= len(self._actors):
+            raise ClusterError(f"there is no slot for rank {rank}")
+        if rank in self._dead:
+            raise SlotDied(self._dead[rank])
+        if method == "evidence":
+            group = "evidence"
+        return await self._ask(
+            f"the slot of rank {rank}",
+            self._actors[rank],
+            method,
+            self._epoch,
+            *arguments,
+            group=group,
+            limit_s=limit_s,
+        )
+
+    async def _ask(
+        self,
+        name: str,
+        actor: Any,
+        method: str,
+        *arguments: Any,
+        group: str = "orders",
+        limit_s: float | None,
+    ) -> dict[str, Any]:
+        import ray.exceptions
+
+        try:
+            reference = getattr(actor, method).options(concurrency_group=group).remote(*arguments)
+            answer = json.loads(await asyncio.wait_for(reference, limit_s))
+        except TimeoutError:
+            raise SlotSilent(f"{name} did not answer `{method}` within {limit_s} s") from None
+        except ray.exceptions.ActorUnavailableError as error:
+            raise SlotSilent(f"{name} is out of reach: {_first_line(error)}") from error
+        except ray.exceptions.RayActorError as error:
+            raise SlotDied(f"{name} has died: {_reason(error)}") from error
+        except ray.exceptions.RayError as error:
+            raise ClusterError(f"{name}: {_first_line(error)}") from error
+        if "error" in answer:
+            raise SlotRefused(f"{name} refuses `{method}`: {answer['error']}")
+        return dict(answer)
+
+    async def _in_thread(self, limit_s: float, call: Callable[..., T], *arguments: Any) -> T:
+        loop = asyncio.get_running_loop()
+        try:
+            return await asyncio.wait_for(
+                loop.run_in_executor(self._threads, call, *arguments), limit_s
+            )
+        except (EverstepError, asyncio.CancelledError):
+            raise
+        except TimeoutError as error:
+            said = str(error) or f"no answer within {limit_s} s"
+            raise ClusterError(f"Ray: {call.__name__}: {said}") from error
+        except Exception as error:  # Ray raises of every kind when its head is out of reach
+            text = f"{type(error).__name__}: {_first_line(error)}"
+            raise ClusterError(f"Ray: {call.__name__}: {text}") from error
+
+    def _spawn(self, watch: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(watch)
+        task.add_done_callback(_raise_in_loop)
+        return task
+
+
+def _raise_in_loop(task: asyncio.Task[None]) -> None:
+    """A watch that breaks is a bug, and must not end unseen."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        context = {"message": "a watch of the cluster broke", "exception": error, "task": task}
+        task.get_loop().call_exception_handler(context)
+
+
+def _raise_start_failed(outcomes: Mapping[int, BaseException | None]) -> None:
+    failed = {rank: error for rank, error in outcomes.items() if error is not None}
+    for error in failed.values():
+        if not isinstance(error, ClusterError):
+            raise error
+    if failed:
+        text = "; ".join(f"rank {rank}: {error}" for rank, error in failed.items())
+        raise StartFailed(tuple(failed), text)
+
+
+def _or_raise(outcome: T | BaseException) -> T:
+    if isinstance(outcome, BaseException):
+        raise outcome
+    return outcome
+
+
+def _rank_order(at: Sequence[str], devices: Sequence[tuple[tuple[int, str], ...]]) -> list[int]:
+    """Indices of slots in rank order: by node, as first met, then by device, then as created."""
+    node_order = list(dict.fromkeys(at))
+    return sorted(range(len(at)), key=lambda one: (node_order.index(at[one]), devices[one], one))
+
+
+def _device(name: str) -> tuple[int, str]:
+    return (int(name), "") if name.isdecimal() else (0, name)
+
+
+def _exit(rank: int, record: Mapping[str, Any]) -> Exit:
+    return Exit(
+        rank=rank,
+        status=record["status"],
+        signal=record["signal"],
+        log_tail=tuple(record["log_tail"]),
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def _reason(error: BaseException) -> str:
+    """The one sentence of Ray's long text that says why."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    told = [line for line in lines if line.startswith(("The actor is", "The actor died because"))]
+    return (told or lines or [type(error).__name__])[-1].partition(". ")[0]

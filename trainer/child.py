@@ -1,0 +1,357 @@
+"""One child of a slot: the JAX process of one rank and generation, from its start to proof of exit.
+
+It knows pipes, signals and /proc; it does not judge what the child reports. A child ends by
+SIGKILL only, which a stopped one, and one that ignores SIGTERM, cannot refuse.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import select
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from trainer.processes import (
+    Identity,
+    Row,
+    descendants,
+    end,
+    environment,
+    is_alive,
+    look,
+    look_at_all,
+    send,
+    signal_name,
+)
+
+Report = dict[str, Any]
+
+RUN = "EVERSTEP_RUN"
+SLOT = "EVERSTEP_SLOT"
+GENERATION = "EVERSTEP_GENERATION"
+"""Whose process it is, in its environment: its run directory, its slot, its generation."""
+
+REPORT_LIMIT = 1 << 18  # bytes a line
+SPEC_LIMIT = 1 << 16  # bytes: what a fresh pipe takes at once
+ORDER_LIMIT = 4096  # bytes, newline included: what a pipe takes whole or not at all (PIPE_BUF)
+_PIPE_BYTES = 1 << 20
+_CHUNK_BYTES = 1 << 16
+_TAIL_BYTES = 1 << 14
+_GROUP_LIMIT_S = 5.0
+
+
+class ChildError(Exception):
+    """A child cannot be started, or cannot take an order. The text says which and why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """What the slot itself reads in a spec; the rest of it is for the child."""
+
+    generation: int
+    rank: int
+    run_dir: Path
+    config_dir: Path
+    beat_file: Path
+    text: str
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Read a spec. Raises ChildError that names the key."""
+        spec = json.loads(text)
+        kinds = {"generation": int, "rank": int, "run_dir": str, "config_dir": str}
+        for key, kind in {**kinds, "beat_file": str}.items():
+            if type(spec.get(key)) is not kind:
+                raise ChildError(f"spec.{key} is {spec.get(key)!r}, expected {kind.__name__}")
+        if len(text) >= SPEC_LIMIT:
+            raise ChildError(f"a spec of {len(text)} bytes is above the limit of {SPEC_LIMIT}")
+        if not Path(spec["config_dir"]).is_dir():
+            raise ChildError(f"spec.config_dir {spec['config_dir']} is no directory on this node")
+        return cls(
+            generation=spec["generation"],
+            rank=spec["rank"],
+            run_dir=Path(spec["run_dir"]),
+            config_dir=Path(spec["config_dir"]),
+            beat_file=Path(spec["beat_file"]),
+            text=json.dumps(spec),  # one line, whatever the layout it came in
+        )
+
+    @property
+    def log_path(self) -> Path:
+        """Where the child's output goes: one file a rank and generation."""
+        return log_path(self.run_dir, self.generation, self.rank)
+
+
+class Child:
+    """A running or ended child. Construct it in a thread that lives as long as the slot.
+
+    The child asks the kernel to be killed with its parent, and for the kernel that is the thread
+    which forked. `publish` gets each report, then the exit, in order, from a thread of this child.
+    """
+
+    def __init__(
+        self,
+        launch: Launch,
+        command: Sequence[str],
+        base_environment: Mapping[str, str],
+        publish: Callable[[Report], None],
+    ) -> None:
+        self.launch = launch
+        self.exit: Report | None = None
+        self.survivors: tuple[Identity, ...] = ()
+        self._publish = publish
+        self._gone = threading.Event()
+        self._stdin_lock = threading.Lock()
+        self._process, self._reports = _spawn(launch, command, base_environment)
+        row = look(self._process.pid)
+        assert row is not None, "a child that is not reaped has a line in /proc"
+        self.identity = row.identity
+        self._attendant = threading.Thread(
+            target=self._attend, name=f"child-{self.identity.pid}", daemon=True
+        )
+        self._attendant.start()
+        # After the attendant: a child that dies while it is told has an exit to report.
+        with contextlib.suppress(ChildError):
+            self._write(launch.text)
+
+    def order(self, text: str) -> None:
+        """Pass on one order. Raises ChildError if the child has ended or does not read."""
+        line = json.dumps(json.loads(text))
+        if len(line) >= ORDER_LIMIT:
+            raise ChildError(f"an order of {len(line)} bytes is above the limit of {ORDER_LIMIT}")
+        self._write(line)
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the child alone. Raises ChildError if it has ended."""
+        if not send(self.identity, number):
+            raise ChildError(f"pid {self.identity.pid} has ended")
+
+    def state(self) -> str | None:
+        """Its letter in /proc (T: stopped), None once it is gone."""
+        row = look(self.identity.pid)
+        return row.state if row is not None and row.identity == self.identity else None
+
+    def kill(self, timeout_s: float) -> bool:
+        """SIGKILL it and all that it started; whether all of it is proven gone in time."""
+        deadline = time.monotonic() + timeout_s
+        send(self.identity, signal.SIGKILL)
+        if not self._gone.wait(timeout_s):
+            return False
+        if self.survivors:
+            self.survivors = self._end_group(max(0.0, deadline - time.monotonic()))
+        return not self.survivors
+
+    def _write(self, line: str) -> None:
+        data = line.encode() + b"\n"
+        with self._stdin_lock:
+            assert self._process.stdin is not None
+            if self._process.stdin.closed:
+                raise ChildError(f"pid {self.identity.pid} has ended")
+            try:
+                written = os.write(self._process.stdin.fileno(), data)
+            except BlockingIOError:
+                written = 0
+            except BrokenPipeError:
+                raise ChildError(f"pid {self.identity.pid} has closed its standard input") from None
+        if written != len(data):
+            raise ChildError(f"pid {self.identity.pid} does not read its orders")
+
+    def _attend(self) -> None:
+        """Read reports until the process ends, reap it, report that, end what it has left."""
+        lines = _Lines(self._publish)
+        ended = os.pidfd_open(self.identity.pid)
+        poll = select.poll()
+        poll.register(ended, select.POLLIN)
+        poll.register(self._reports, select.POLLIN)
+        while True:
+            ready = {descriptor for descriptor, _ in poll.poll()}
+            if self._reports in ready and not lines.read(self._reports):
+                poll.unregister(self._reports)
+            if ended in ready:
+                break
+        # What it wrote before its end comes before its end. A pipe holds 1 MiB at most, so that
+        # a grandchild which goes on writing cannot keep us here.
+        for _ in range(_PIPE_BYTES // _CHUNK_BYTES):
+            if not lines.read(self._reports):
+                break
+        status = self._process.wait()
+        os.close(ended)
+        os.close(self._reports)
+        with self._stdin_lock:
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+        self.exit = {
+            "report": "exit",
+            "at": time.time(),
+            "pid": self.identity.pid,
+            "status": status if status >= 0 else None,
+            "signal": signal_name(-status) if status < 0 else None,
+            "log_tail": log_tail(self.launch.log_path, lines=20),
+        }
+        self._publish(self.exit)
+        self.survivors = self._end_group(_GROUP_LIMIT_S)
+        self.launch.beat_file.unlink(missing_ok=True)
+        self._gone.set()
+
+    def _end_group(self, timeout_s: float) -> tuple[Identity, ...]:
+        """End all that the child started and left behind; what could not be ended."""
+        deadline = time.monotonic() + timeout_s
+        pid, rows = self.identity.pid, look_at_all()
+        seen = {row.identity.pid for row in rows.values() if row.session == pid}
+        left: tuple[Identity, ...] = ()
+        # Again and again, since what is being killed may just have started something.
+        while members := self._group(rows):
+            seen |= {row.identity.pid for row in members}
+            left = end((row.identity for row in members), max(0.0, deadline - time.monotonic()))
+            if time.monotonic() >= deadline:
+                break
+            rows = look_at_all()
+        _reap(seen)
+        return left
+
+    def _group(self, rows: dict[int, Row]) -> list[Row]:
+        """The living of its session, below it, and those whose parents died (we adopt them)."""
+        pid = self.identity.pid
+        mark = str(self.launch.generation)
+        session = [row for row in rows.values() if row.session == pid]
+        adopted = [
+            row
+            for row in rows.values()
+            if row.parent == os.getpid() and environment(row.identity.pid).get(GENERATION) == mark
+        ]
+        roots = {row.identity.pid: row for row in session + adopted}
+        below = {row.identity.pid: row for row in descendants(roots, rows)}
+        return [row for row in (roots | below).values() if row.is_alive and row.identity.pid != pid]
+
+
+class _Lines:
+    """Cuts what comes through a pipe into reports; a line that is none becomes a report too."""
+
+    def __init__(self, publish: Callable[[Report], None]) -> None:
+        self._publish = publish
+        self._rest = b""
+
+    def read(self, descriptor: int) -> bool:
+        """Take what is there, 64 KiB at most; False at the end, or where there is nothing."""
+        try:
+            chunk = os.read(descriptor, _CHUNK_BYTES)
+        except BlockingIOError:
+            return False
+        *lines, self._rest = (self._rest + chunk).split(b"\n")
+        for line in lines:
+            self._publish(_parse(line))
+        if len(self._rest) > REPORT_LIMIT:
+            self._publish(_parse(self._rest))
+            self._rest = b""
+        return bool(chunk)
+
+
+def _parse(line: bytes) -> Report:
+    try:
+        report = json.loads(line) if len(line) <= REPORT_LIMIT else None
+    except ValueError:
+        report = None
+    if isinstance(report, dict) and isinstance(report.get("report"), str):
+        return report
+    text = line[:200].decode(errors="replace")
+    return {"report": "unreadable", "at": time.time(), "text": text}
+
+
+def _spawn(
+    launch: Launch, command: Sequence[str], base_environment: Mapping[str, str]
+) -> tuple[subprocess.Popen[bytes], int]:
+    launch.log_path.parent.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    launch.log_path.parent.mkdir(mode=0o700, exist_ok=True)
+    launch.beat_file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    log = os.open(launch.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    reports, child_reports = os.pipe()
+    marks = {RUN: str(launch.run_dir), SLOT: slot_mark(), GENERATION: str(launch.generation)}
+    try:
+        with contextlib.suppress(PermissionError):  # a user has a limit; less will do
+            fcntl.fcntl(child_reports, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+        process = subprocess.Popen(
+            [*command, "--reports", str(child_reports)],
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+            bufsize=0,
+            cwd=launch.config_dir,
+            env={**base_environment, **marks},
+            pass_fds=(child_reports,),
+            start_new_session=True,
+        )
+    except OSError as error:
+        os.close(reports)
+        raise ChildError(f"{command[0]} cannot be started: {error}") from error
+    finally:
+        os.close(child_reports)
+        os.close(log)
+    assert process.stdin is not None
+    # A child that is stopped must never stop its slot.
+    os.set_blocking(process.stdin.fileno(), False)
+    os.set_blocking(reports, False)
+    return process, reports
+
+
+def log_path(run_dir: Path, generation: int, rank: int) -> Path:
+    """Where the output of a rank goes."""
+    return run_dir / "logs" / f"generation-{generation}" / f"rank-{rank}.log"
+
+
+def machine() -> str:
+    """Names the one place where our pids mean what they mean here: a boot, a pid namespace."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return f"{boot}/{Path('/proc/self/ns/pid').readlink()}"
+
+
+def slot_mark() -> str:
+    """Names this process, as the owner of its children, to any process of the same machine."""
+    row = look(os.getpid())
+    assert row is not None
+    return f"{machine()} {row.identity.pid} {row.identity.started_at}"
+
+
+def end_orphans(run_dir: Path, timeout_s: float) -> tuple[Identity, ...]:
+    """End what slots of this run that are dead have left on this machine; what could not be.
+
+    A child dies with its slot, but a process that the child started may not.
+    """
+    found = [
+        row.identity
+        for row in look_at_all().values()
+        if row.is_alive and _is_orphan(environment(row.identity.pid), run_dir)
+    ]
+    return end(found, timeout_s)
+
+
+def _is_orphan(marks: Mapping[str, str], run_dir: Path) -> bool:
+    if marks.get(RUN) != str(run_dir) or SLOT not in marks:
+        return False
+    place, pid, started_at = marks[SLOT].split(" ")
+    if place != machine():
+        return False  # a container's own pids say nothing here
+    return not is_alive(Identity(pid=int(pid), started_at=float(started_at)))
+
+
+def log_tail(path: Path, *, lines: int) -> list[str]:
+    """The last lines of a log, 16 KiB at most; empty where there is none."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - _TAIL_BYTES))
+            return file.read().decode(errors="replace").splitlines()[-lines:]
+    except FileNotFoundError:
+        return []
+
+
+def _reap(pids: set[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, os.WNOHANG)

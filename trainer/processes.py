@@ -1,0 +1,146 @@
+"""Which process is which, and the proof that one has ended: by pid with start time, from /proc.
+
+Nothing here goes by a process's name, and nothing here knows of Ray, JAX or jobs.
+"""
+
+import os
+import select
+import signal
+import time
+from collections.abc import Collection, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+_SIGNAL_NAMES = {one.value: one.name for one in signal.Signals}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """One process and no other. `started_at`: seconds after the boot of its machine."""
+
+    pid: int
+    started_at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """What /proc says about a process. `state` is its letter there: R, S, D, T, Z, …"""
+
+    identity: Identity
+    parent: int
+    session: int
+    state: str
+    threads: int
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it can still do anything. A zombie holds no memory, lock or port: it is dead."""
+        # Where only the first thread has ended, the whole reads Z while the others run on.
+        return self.state not in "ZX" or self.threads > 1
+
+
+def look(pid: int) -> Row | None:
+    """The process that has this pid now, dead ones that nobody has reaped included."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    fields = text.rpartition(")")[2].split()  # the name before it may hold spaces
+    identity = Identity(pid=pid, started_at=int(fields[19]) / _TICKS_PER_S)
+    return Row(
+        identity=identity,
+        parent=int(fields[1]),
+        session=int(fields[3]),
+        state=fields[0],
+        threads=int(fields[17]),
+    )
+
+
+def look_at_all() -> dict[int, Row]:
+    """Every process of this machine, or of this container."""
+    names = (path.name for path in Path("/proc").iterdir())
+    rows = (look(int(name)) for name in names if name.isdecimal())
+    return {row.identity.pid: row for row in rows if row is not None}
+
+
+def is_alive(identity: Identity) -> bool:
+    """Whether exactly this process still runs."""
+    row = look(identity.pid)
+    return row is not None and row.identity == identity and row.is_alive
+
+
+def descendants(roots: Collection[int], rows: dict[int, Row]) -> list[Row]:
+    """The processes below `roots`, without them."""
+    children: dict[int, list[Row]] = {}
+    for row in rows.values():
+        children.setdefault(row.parent, []).append(row)
+    found: list[Row] = []
+    ahead = list(roots)
+    while ahead:
+        below = children.get(ahead.pop(), [])
+        found += below
+        ahead += [row.identity.pid for row in below]
+    return found
+
+
+def environment(pid: int) -> dict[str, str]:
+    """What a process was started with; empty for one that is gone, dead, or not ours to read."""
+    try:
+        text = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
+    except OSError:
+        return {}
+    pairs = (entry.partition("=") for entry in text.split("\0"))
+    return {name: value for name, separator, value in pairs if separator}
+
+
+def send(identity: Identity, number: int) -> bool:
+    """Signal exactly this process; False where it is gone."""
+    try:
+        descriptor = os.pidfd_open(identity.pid)
+    except ProcessLookupError:
+        return False
+    try:
+        # Looked at after the pidfd is held: from here on the pid cannot become another's.
+        if not is_alive(identity):
+            return False
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(descriptor, number)
+        return True
+    finally:
+        os.close(descriptor)
+
+
+def end(identities: Iterable[Identity], timeout_s: float) -> tuple[Identity, ...]:
+    """SIGKILL these processes and wait until they are dead; returns those that are not."""
+    left = {one for one in identities if send(one, signal.SIGKILL)}
+    return await_end(left, timeout_s)
+
+
+def await_end(identities: Iterable[Identity], timeout_s: float) -> tuple[Identity, ...]:
+    """Wait at most `timeout_s` until these processes are dead; returns those that are not."""
+    deadline = time.monotonic() + timeout_s
+    left = {one for one in identities if is_alive(one)}
+    while left and time.monotonic() < deadline:
+        _await_one(next(iter(left)), min(0.05, deadline - time.monotonic()))
+        left = {one for one in left if is_alive(one)}
+    return tuple(sorted(left, key=lambda one: one.pid))
+
+
+def signal_name(number: int) -> str:
+    """The name of a signal (SIGKILL for 9); a real-time one goes by its number."""
+    return _SIGNAL_NAMES.get(number, f"signal {number}")
+
+
+def _await_one(identity: Identity, timeout_s: float) -> None:
+    try:
+        descriptor = os.pidfd_open(identity.pid)
+    except ProcessLookupError:
+        return
+    try:
+        poll = select.poll()
+        poll.register(descriptor, select.POLLIN)
+        poll.poll(max(0.0, timeout_s) * 1000)
+    finally:
+        os.close(descriptor)

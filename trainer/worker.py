@@ -1,0 +1,306 @@
+"""The slot: the Ray actor of one rank, which owns the JAX process of each generation as its child.
+
+It starts, signals, kills and reaps its children and passes on what they report. It decides
+nothing, holds no JAX, imports no Ray, and lets only JSON text, strings and numbers cross Ray.
+"""
+
+import ctypes
+import functools
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Concatenate, ParamSpec
+
+from trainer.child import Child, ChildError, Launch, Report, end_orphans, log_tail, machine
+from trainer.environment import worker_environment
+from trainer.heartbeat import HeartbeatError, read_beat_file
+from trainer.processes import look
+from trainer.stacks import collect
+
+GROUPS = {"orders": 4, "watch": 4, "evidence": 4}
+"""Ray's concurrency groups of the actor: a long poll never holds up an order."""
+
+COMMAND = (sys.executable, "-m", "trainer.process")
+RECORDS_KEPT = 4096
+CHILDREN_KEPT = 16
+POLL_S = 10.0
+_RECORDS_AT_ONCE = 512
+_START_LIMIT_S = 10.0
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+class Refused(Exception):
+    """An order that this slot does not carry out; the text is the answer."""
+
+
+P = ParamSpec("P")
+
+
+def answers(
+    method: Callable[Concatenate["ResilientWorker", P], dict[str, Any]],
+) -> Callable[Concatenate["ResilientWorker", P], str]:
+    """Make a method answer in JSON text, `{"error": text}` included: no exception crosses Ray."""
+
+    @functools.wraps(method)
+    def wrapped(self: "ResilientWorker", /, *args: P.args, **kwargs: P.kwargs) -> str:
+        try:
+            return json.dumps(method(self, *args, **kwargs))
+        except (Refused, ChildError) as error:
+            return json.dumps({"error": str(error)})
+        except Exception as error:  # what it was is for the daemon to read, not for Ray to pickle
+            return json.dumps({"error": f"{type(error).__name__}: {error}"})
+
+    return wrapped
+
+
+class ResilientWorker:
+    """One slot. Every method answers in JSON text: what it promises, or `{"error": text}`.
+
+    `epoch` is the daemon's: an order of a lower one than the highest seen is refused. `cpus` and
+    `gpus` are what the slot holds, and what its children are told to use.
+    """
+
+    def __init__(
+        self, job: str, run_dir: str, cpus: float, gpus: int, command: Sequence[str] = COMMAND
+    ) -> None:
+        self._job = job
+        self._run_dir = Path(run_dir)
+        self._cpus = cpus
+        self._gpus = gpus
+        self._command = tuple(command)
+        self._changed = threading.Condition()
+        self._epoch = 0
+        self._last = 0
+        self._records: deque[Report] = deque(maxlen=RECORDS_KEPT)
+        self._children: dict[int, Child] = {}
+        self._reserved: dict[int, socket.socket] = {}
+        # Its one thread lives as long as the slot, and so do, at most, the children it forks.
+        self._starter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="starter")
+        # What a child leaves behind becomes ours, to be ended and reaped by us.
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        self._orphans = end_orphans(self._run_dir, 5.0)
+
+    @answers
+    def describe(self) -> dict[str, Any]:
+        """Who and where it is, and its children, running or ended."""
+        row = look(os.getpid())
+        assert row is not None
+        with self._changed:
+            children = [self._children[generation] for generation in sorted(self._children)]
+            return {
+                "job": self._job,
+                "run_dir": str(self._run_dir),
+                "pid": os.getpid(),
+                "started_at": row.identity.started_at,
+                "host": socket.gethostname(),
+                "machine": machine(),
+                "gpus": _gpus(),
+                "epoch": self._epoch,
+                "last": self._last,
+                "orphans": [one.pid for one in self._orphans],
+                "children": [_describe_child(child) for child in children],
+            }
+
+    @answers
+    def reserve_address(self, epoch: int, generation: int, host: str) -> dict[str, Any]:
+        """Keep a free port of `host` for the coordinator of a generation until that has ended.
+
+        The socket never listens. JAX's coordinator can bind the port beside it, as both set
+        SO_REUSEPORT and belong to one user; the kernel gives it to nobody else meanwhile.
+        """
+        self._admit(epoch)
+        held = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        held.bind((host, 0))
+        with self._changed:
+            before = self._reserved.pop(generation, None)
+            self._reserved[generation] = held
+        if before is not None:
+            before.close()
+        return {"host": host, "port": held.getsockname()[1]}
+
+    @answers
+    def start(self, epoch: int, spec: str) -> dict[str, Any]:
+        """Start the child of a generation; answers with its `pid` and `started_at`."""
+        self._admit(epoch)
+        launch = Launch.from_json(spec)
+        if launch.run_dir != self._run_dir:
+            raise Refused(f"spec.run_dir is {launch.run_dir}, this slot serves {self._run_dir}")
+        publish = functools.partial(self._publish, launch.generation, launch.rank)
+        base = worker_environment(self._cpus, self._gpus, _without_ray(os.environ))
+        child = self._starter.submit(self._start, epoch, launch, base, publish).result(
+            _START_LIMIT_S
+        )
+        return {"pid": child.identity.pid, "started_at": child.identity.started_at}
+
+    @answers
+    def watch(self, epoch: int, after: int) -> dict[str, Any]:
+        """What the children reported after record `after`; waits for it at most 10 s.
+
+        Every record bears `seq`, `generation` and `rank`. `lost` counts those that were dropped
+        before they were asked for.
+        """
+        self._admit(epoch)
+        with self._changed:
+            self._changed.wait_for(lambda: self._last > after or self._epoch > epoch, POLL_S)
+            self._refuse_stale(epoch)
+            records = [one for one in self._records if one["seq"] > after][:_RECORDS_AT_ONCE]
+            last = records[-1]["seq"] if records else max(after, self._last)
+            lost = records[0]["seq"] - after - 1 if records else 0
+        return {"records": records, "last": last, "lost": lost}
+
+    @answers
+    def order(self, epoch: int, generation: int, order: str) -> dict[str, Any]:
+        """Pass an order on to a child's standard input."""
+        self._admit(epoch)
+        self._child(generation).order(order)
+        return {"pid": self._child(generation).identity.pid}
+
+    @answers
+    def signal(self, epoch: int, generation: int, name: str) -> dict[str, Any]:
+        """Send a signal, by name, to the child alone."""
+        self._admit(epoch)
+        self._child(generation).signal(signal.Signals[name])
+        return {"pid": self._child(generation).identity.pid}
+
+    @answers
+    def kill(self, epoch: int, generation: int, timeout_s: float) -> dict[str, Any]:
+        """End a child and all that it started.
+
+        Answers with its `exit` (None for a child that never was) and the pids of `survivors`: what
+        could not be proven gone in time.
+        """
+        self._admit(epoch)
+        # In the starter's turn: a child that is being started now is found, not missed.
+        self._starter.submit(int).result(timeout_s)
+        child = self._children.get(generation)
+        survivors = [] if child is None or child.kill(timeout_s) else _survivors(child)
+        if not survivors:
+            self._release(generation)
+        return {"exit": child.exit if child else None, "survivors": survivors}
+
+    @answers
+    def end(self, epoch: int, timeout_s: float) -> dict[str, Any]:
+        """End all children, before the slot is given up; answers with the pids of `survivors`."""
+        self._admit(epoch)
+        deadline = time.monotonic() + timeout_s
+        survivors = []
+        for generation, child in list(self._children.items()):
+            if child.kill(max(0.0, deadline - time.monotonic())):
+                self._release(generation)
+            else:
+                survivors += _survivors(child)
+        return {"survivors": survivors}
+
+    @answers
+    def evidence(self, epoch: int, generation: int) -> dict[str, Any]:
+        """What is known of a child that is about to be killed: `stacks`, `log_tail`, …"""
+        self._admit(epoch)
+        child = self._child(generation)
+        witness = self._witness(generation)
+        stacks = collect(child.identity, child.launch.log_path)
+        tail = log_tail(child.launch.log_path, lines=200)
+        beat = {key: witness.get(key) for key in ("seq", "phase", "step")}
+        return {"stacks": stacks, "log_tail": tail, "state": witness["state"], "beat": beat}
+
+    @answers
+    def witness(self, generation: int) -> dict[str, Any]:
+        """A second opinion on a child, without its help: `alive`, `state`, `seq`, `phase`, `step`.
+
+        `seq`, `phase` and `step` are None as long as its loop has written nothing.
+        """
+        return self._witness(generation)
+
+    def _witness(self, generation: int) -> dict[str, Any]:
+        child = self._child(generation)
+        state = child.state()
+        alive = state is not None and state not in "ZX"
+        seen: dict[str, Any] = {"alive": alive, "state": state}
+        try:
+            beat = read_beat_file(child.launch.beat_file)
+        except (OSError, HeartbeatError):
+            return {**seen, "seq": None, "phase": None, "step": None}
+        return {**seen, "seq": beat.seq, "phase": beat.phase, "step": beat.step}
+
+    def _start(
+        self,
+        epoch: int,
+        launch: Launch,
+        base_environment: dict[str, str],
+        publish: Callable[[Report], None],
+    ) -> Child:
+        with self._changed:
+            self._refuse_stale(epoch)  # it may have waited for its turn
+            if launch.generation in self._children:
+                raise Refused(f"generation {launch.generation} was started here before")
+        child = Child(launch, self._command, base_environment, publish)
+        with self._changed:
+            self._children[launch.generation] = child
+            ended = [one for one in self._children.values() if one.exit and not one.survivors]
+            for old in ended[:-CHILDREN_KEPT]:
+                del self._children[old.launch.generation]
+        return child
+
+    def _publish(self, generation: int, rank: int, report: Report) -> None:
+        with self._changed:
+            self._last += 1
+            self._records.append(
+                {**report, "seq": self._last, "generation": generation, "rank": rank}
+            )
+            self._changed.notify_all()
+
+    def _admit(self, epoch: int) -> None:
+        with self._changed:
+            self._refuse_stale(epoch)
+            if epoch > self._epoch:
+                self._epoch = epoch
+                self._changed.notify_all()  # the polls of an earlier daemon end
+
+    def _refuse_stale(self, epoch: int) -> None:
+        if epoch < self._epoch:
+            raise Refused(f"stale epoch {epoch}: this slot serves epoch {self._epoch}")
+
+    def _child(self, generation: int) -> Child:
+        child = self._children.get(generation)
+        if child is None:
+            raise Refused(f"generation {generation} was never started here")
+        return child
+
+    def _release(self, generation: int) -> None:
+        with self._changed:
+            held = self._reserved.pop(generation, None)
+        if held is not None:
+            held.close()
+
+
+def _describe_child(child: Child) -> dict[str, Any]:
+    return {
+        "generation": child.launch.generation,
+        "rank": child.launch.rank,
+        "pid": child.identity.pid,
+        "started_at": child.identity.started_at,
+        "exit": child.exit,
+    }
+
+
+def _survivors(child: Child) -> list[int]:
+    return [one.pid for one in child.survivors] or [child.identity.pid]
+
+
+def _without_ray(environment: Mapping[str, str]) -> dict[str, str]:
+    """The child is no part of Ray and gets none of its secrets."""
+    return {name: text for name, text in environment.items() if not name.startswith("RAY_")}
+
+
+def _gpus() -> list[str]:
+    """The devices that Ray gave this slot, in order."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return [one for one in visible.split(",") if one]
