@@ -5,6 +5,7 @@ Tells a user's mistake from ours, and the victim of a lost peer from the culprit
 
 from __future__ import annotations
 
+import sys
 import sysconfig
 import traceback
 from dataclasses import asdict, dataclass
@@ -60,12 +61,13 @@ class ErrorReport:
         return asdict(self)
 
 
-def describe(error: BaseException, roots: tuple[str, ...] = ()) -> ErrorReport:
+def describe(error: BaseException, task: str = "") -> ErrorReport:
     """Shorten an exception to the frames of whoever can act.
 
-    `roots` are folders of the user's code; files outside them, outside this package and outside
-    the installed libraries count as the user's too.
+    What lies neither in this package nor among the installed libraries is the user's code, and so
+    is the module of `task` ("module:Class"), wherever it is installed.
     """
+    roots = _of_module(task.partition(":")[0])
     frames = traceback.extract_tb(error.__traceback__)
     theirs = [frame for frame in frames if _is_users(frame.filename, roots)]
     ours = [frame for frame in frames if _lies_in(frame.filename, (str(_TRAINER),))]
@@ -116,6 +118,15 @@ def _is_users(filename: str, roots: tuple[str, ...]) -> bool:
     if _lies_in(filename, (str(_TRAINER),)):
         return False
     return _lies_in(filename, roots) or not _lies_in(filename, _LIBRARIES)
+
+
+def _of_module(name: str) -> tuple[str, ...]:
+    """Where the code of a module's top package lies, if it is loaded."""
+    file = getattr(sys.modules.get(name.partition(".")[0]), "__file__", None)
+    if file is None:
+        return ()
+    path = Path(file).resolve()
+    return (str(path.parent if path.name == "__init__.py" else path),)
 
 
 def _lies_in(filename: str, roots: tuple[str, ...]) -> bool:

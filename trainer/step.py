@@ -3,6 +3,8 @@
 Everything is compiled once, ahead of the first step, and nothing here knows of files or failures.
 """
 
+# mypy: allow-untyped-calls
+# (parts of jax carry no types)
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
@@ -10,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -120,7 +123,7 @@ def place_state(programs: Programs, host: Host) -> State:
         placed = jax.make_array_from_callback(
             data.shape, programs.layout.whole, lambda index: data[index]
         )
-        if jax.dtypes.issubdtype(target.dtype, jax.dtypes.prng_key):
+        if jnp.issubdtype(target.dtype, jax.dtypes.prng_key):
             return jax.random.wrap_key_data(placed, impl=_implementation(target))
         return placed
 
@@ -136,7 +139,7 @@ def host_shapes(programs: Programs) -> Host:
     """What `to_host` gives for a state of these programs: numpy arrays that cost no memory."""
 
     def blank(target: Any) -> Any:
-        if jax.dtypes.issubdtype(target.dtype, jax.dtypes.prng_key):
+        if jnp.issubdtype(target.dtype, jax.dtypes.prng_key):
             target = jax.eval_shape(jax.random.key_data, target)
         return np.broadcast_to(np.zeros((), target.dtype), target.shape)
 
@@ -144,7 +147,7 @@ def host_shapes(programs: Programs) -> Host:
 
 
 def _bits(leaf: Any) -> Any:
-    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return jax.random.key_data(leaf)
     return leaf
 
@@ -185,8 +188,8 @@ def _check_contract(state: Any, result: Any) -> None:
     after, metrics = result
     if not isinstance(metrics, Mapping) or "loss" not in metrics or metrics["loss"].shape != ():
         raise TaskError('the metrics of train_step must be a mapping with a scalar "loss"')
-    before = {name: leaf for name, leaf in named_leaves(state)}
-    then = {name: leaf for name, leaf in named_leaves(after)}
+    before = dict(named_leaves(state))
+    then = dict(named_leaves(after))
     if changed := sorted(set(before) ^ set(then)):
         raise TaskError(f"train_step must keep the state's structure: {changed[0]} is not in both")
     for name, leaf in before.items():

@@ -1,0 +1,289 @@
+"""The training loop: a generator of step reports that someone outside drives.
+
+Knows the task, the compiled programs, checkpoints and its beat; nothing of Ray, Redis or orders.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from trainer import checkpoint, step
+from trainer.checkpoint import Committed, SaveFailed
+from trainer.config import CheckpointSettings
+from trainer.environment import describe_environment, differences
+from trainer.heartbeat import Beat
+from trainer.task import Context, State, Task, load_task
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ready:
+    """All is compiled and loaded; `step` is the first to be done.
+
+    `differences` names what is not as it was when the restore point was saved.
+    """
+
+    step: int
+    environment: Mapping[str, Any]
+    differences: tuple[str, ...]
+    facts: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """One finished step; `step_s` without evaluation and saving, `at` in seconds since 1970."""
+
+    step: int
+    loss: float
+    held_out_loss: float | None
+    step_s: float
+    tokens_per_s: float
+    at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finish:
+    """Where training ended; `step` counts the finished steps, losses are the last known."""
+
+    step: int
+    params_digest: str
+    loss: float | None
+    held_out_loss: float | None
+    facts: Mapping[str, Any]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Progress:
+    """What changes with each step besides the state."""
+
+    done: int = 0
+    loss: float | None = None
+    held_out_loss: float | None = None
+
+
+class ModelTrainer:
+    """Trains the task of the settings from a restore point, or from the seed.
+
+    Call `connect()` and `prepare()` once, then drive `run()`; between two of its reports nothing
+    is in flight but a save. Rank 0 writes metrics and checkpoints; `on_outcome` hears of these from
+    another thread.
+    """
+
+    def __init__(
+        self,
+        *,
+        context: Context,
+        checkpoints: CheckpointSettings,
+        job_dir: Path,
+        beat: Beat,
+        restore_from: Path | None,
+        on_outcome: Callable[[Committed | SaveFailed], None],
+    ) -> None:
+        self._context, self._settings = context, context.settings
+        self._every_steps = checkpoints.every_steps
+        self._job_dir, self._beat, self._restore_from = job_dir, beat, restore_from
+        self._on_outcome = on_outcome
+        self._leads = context.rank == 0
+        self._progress = _Progress()
+        self._state: State = None
+
+    def connect(self) -> None:
+        """Find all devices and connect this rank with the others; waits for them."""
+        self._layout = step.make_layout(self._settings.mesh)
+
+    def prepare(self) -> Ready:
+        """Load the task, compile, and load the starting state."""
+        orbax = threading.Thread(target=checkpoint.import_orbax, name="import", daemon=True)
+        self._task: Task = load_task(self._context)
+        self._facts = dict(self._task.facts())
+        self._environment = describe_environment()
+        self._beat.enter("compile")
+        orbax.start()
+        self._programs = step.compile_programs(self._task, self._layout, self._settings.seed)
+        self._beat.enter("restore")
+        orbax.join()
+        changed = self._restore()
+        self._saver = (
+            checkpoint.Saver(self._job_dir, self._context.generation, self._on_outcome)
+            if self._leads
+            else None
+        )
+        return Ready(
+            step=self._progress.done,
+            environment=self._environment,
+            differences=changed,
+            facts=self._facts,
+        )
+
+    def run(self) -> Iterator[StepReport]:
+        """Do the steps that are left; yields after each, when its line and its save are on the way.
+
+        The metrics of a step are written before its checkpoint: no restored run lacks a line.
+        """
+        while self._progress.done < self._settings.steps:
+            index = self._progress.done
+            report = self._step(index)
+            if self._evaluation_due(index):
+                report = self._evaluate(report)
+            if self._leads:
+                self._write_metrics(report)
+            if self._progress.done % self._every_steps == 0:
+                self.save()
+            yield report
+
+    def save(self, *, wait: bool = False) -> int:
+        """Save the state as it is, in the background unless told to wait; the number of steps."""
+        done = self._progress.done
+        self._beat.enter("checkpoint")
+        if self._saver is not None:
+            if self._saver.last_step != done:
+                self._saver.save(done, step.to_host(self._state), self._meta())
+            if wait:
+                self._saver.wait()
+        return done
+
+    def finish(self) -> Finish:
+        """Save the final state, wait for it, and sum up."""
+        self.save(wait=True)
+        _, _, total = checkpoint.digests(step.to_host(self._state))
+        return Finish(
+            step=self._progress.done,
+            params_digest=total,
+            loss=self._progress.loss,
+            held_out_loss=self._progress.held_out_loss,
+            facts=self._facts,
+        )
+
+    def _step(self, index: int) -> StepReport:
+        started = time.monotonic()
+        self._beat.enter("step", index)
+        local = self._task.batch(index)
+        self._beat.tick()  # from here on the others may wait for this rank
+        batch = step.place_rows(self._layout, local)
+        self._state, metrics = self._programs.train(self._state, batch)
+        self._beat.tick()
+        loss = _number(metrics["loss"])
+        seconds = time.monotonic() - started
+        self._progress.done = index + 1
+        self._progress.loss = loss
+        rate = self._task.tokens_per_step / seconds
+        self._beat.loss, self._beat.step_s, self._beat.tokens_per_s = loss, seconds, rate
+        return StepReport(
+            step=index,
+            loss=loss,
+            held_out_loss=None,
+            step_s=seconds,
+            tokens_per_s=rate,
+            at=time.time(),
+        )
+
+    def _evaluation_due(self, index: int) -> bool:
+        every = self._settings.evaluate_every_steps
+        last = index + 1 == self._settings.steps
+        return self._programs.evaluate is not None and (
+            last or (every > 0 and (index + 1) % every == 0)
+        )
+
+    def _evaluate(self, report: StepReport) -> StepReport:
+        assert self._programs.evaluate is not None
+        self._beat.enter("evaluate")
+        losses = []
+        for index in range(self._settings.evaluate_batches):
+            batch = step.place_rows(self._layout, self._task.held_out_batch(index))
+            losses.append(_number(self._programs.evaluate(self._state, batch)["loss"]))
+            self._beat.tick()
+        mean = math.fsum(losses) / len(losses)
+        self._progress.held_out_loss = self._beat.held_out_loss = mean
+        return StepReport(
+            step=report.step,
+            loss=report.loss,
+            held_out_loss=mean,
+            step_s=report.step_s,
+            tokens_per_s=report.tokens_per_s,
+            at=report.at,
+        )
+
+    def _restore(self) -> tuple[str, ...]:
+        if self._restore_from is None:
+            self._state = step.initial_state(self._task, self._layout, self._settings.seed)
+            jax.block_until_ready(self._state)  # type: ignore[no-untyped-call]
+            return ()
+        host, meta = checkpoint.load(self._restore_from, step.host_shapes(self._programs))
+        self._state = step.place_state(self._programs, host)
+        self._progress = _Progress(
+            done=int(meta["step"]), loss=meta.get("loss"), held_out_loss=meta.get("held_out_loss")
+        )
+        self._beat.loss = self._progress.loss
+        self._beat.held_out_loss = self._progress.held_out_loss
+        return self._compare(meta)
+
+    def _compare(self, meta: Mapping[str, Any]) -> tuple[str, ...]:
+        """What is not as it was when the restore point was saved."""
+        now = self._meta()
+        pairs = [(meta.get(name, {}), now[name]) for name in ("environment", "facts")]
+        pairs.append((_flat(meta.get("settings", {})), _flat(now["settings"])))
+        changed = [line for then, present in pairs for line in differences(then, present)]
+        if meta.get("next_batch") != now["next_batch"]:
+            changed.append(f"next_batch: {meta.get('next_batch')} when saved, derived otherwise")
+        return tuple(changed)
+
+    def _meta(self) -> dict[str, Any]:
+        """What lies beside the arrays; plain JSON. `next_batch` counts the rows consumed."""
+        return {
+            "step": self._progress.done,
+            "next_batch": self._progress.done * self._programs.batch_rows,
+            "generation": self._context.generation,
+            "world_size": self._context.world_size,
+            "seed": self._settings.seed,
+            "loss": self._progress.loss,
+            "held_out_loss": self._progress.held_out_loss,
+            "settings": self._settings.model_dump(mode="json"),
+            "environment": self._environment,
+            "facts": self._facts,
+        }
+
+    def _write_metrics(self, report: StepReport) -> None:
+        line: dict[str, Any] = {
+            "generation": self._context.generation,
+            "step": report.step,
+            "loss": _json_number(report.loss),
+            "tokens_per_s": round(report.tokens_per_s, 1),
+            "step_s": round(report.step_s, 6),
+            "at": report.at,
+        }
+        if report.held_out_loss is not None:
+            line["held_out_loss"] = _json_number(report.held_out_loss)
+        path = self._job_dir / "metrics.jsonl"
+        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            os.write(descriptor, (json.dumps(line) + "\n").encode())
+        finally:
+            os.close(descriptor)
+
+
+def _number(scalar: Any) -> float:
+    """The exact value of a scalar that every device holds; blocks until it is computed."""
+    return float(scalar.addressable_data(0))
+
+
+def _json_number(value: float) -> float | None:
+    return value if math.isfinite(value) else None  # JSON has no NaN
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "trainer.") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in table.items():
+        if isinstance(value, Mapping) and name != "options":
+            flat.update(_flat(value, f"{prefix}{name}."))
+        else:
+            flat[f"{prefix}{name}"] = value
+    return flat

@@ -1,0 +1,339 @@
+"""The JAX process of one rank of one generation: `python -m trainer.process --reports FD`.
+
+Takes its spec and orders as JSON lines on standard input, writes reports as JSON lines to FD, and
+ends only by a signal, by `os._exit`, or with its parent: never through JAX's barriers at exit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import faulthandler
+import json
+import os
+import resource
+import signal
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+import structlog
+
+from trainer import heartbeat
+from trainer.drills import Drills, Fault, FaultError
+from trainer.heartbeat import Beat, BeatSender
+from trainer.spec import SpecError, WorkerSpec
+
+log = structlog.get_logger()
+
+GO_WAIT_S = 5.0
+"""How long rank 0 waits, between two steps, for the others to know where to stop."""
+
+_PR_SET_PDEATHSIG = 1
+_START_PHASES = frozenset({"initialize", "compile", "restore"})
+
+
+class Reports:
+    """The pipe to the slot: one write a report, from any thread."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._lock = threading.Lock()
+
+    def send(self, report: str, **fields: Any) -> None:
+        """Write one report; a reader that is gone ends the process."""
+        line = json.dumps({"report": report, "at": time.time(), **fields}) + "\n"
+        with self._lock:
+            try:
+                os.write(self._descriptor, line.encode())
+            except BrokenPipeError:
+                os._exit(1)
+
+
+class WorkerBeat(Beat):
+    """A beat that also tells of the phases of a start, and lets drills strike where they should."""
+
+    def __init__(self, path: str, reports: Reports, drills: Drills) -> None:
+        super().__init__(path)
+        self._reports, self._drills = reports, drills
+
+    def enter(self, phase: str, step: int | None = None) -> None:
+        """Begin a phase; see `Beat.enter`."""
+        super().enter(phase, step)
+        if phase in _START_PHASES:
+            self._reports.send("phase", phase=phase)
+        self._drills.entered(phase, self.step)
+
+
+class Orders:
+    """What the slot asked for; filled by a thread, looked at by the loop between two steps."""
+
+    def __init__(self) -> None:
+        self.stop_asked = threading.Event()
+        self.go = threading.Event()
+        self.stop_after: int | None = None
+
+
+class Worker:
+    """One rank: starts, trains, reports, obeys."""
+
+    def __init__(self, spec: WorkerSpec, reports: Reports) -> None:
+        self.spec, self.reports = spec, reports
+        self.orders = Orders()
+        self.drills = Drills(self._announce)
+        self.beat = WorkerBeat(spec.beat_file, reports, self.drills)
+        for fault in spec.faults:
+            self._arm(fault)
+
+    def run(self) -> None:
+        """Train to the end, or to the stop; then wait. Every error is reported, none escapes."""
+        try:
+            self._train()
+        except BaseException as error:  # reported in full: the process ends with it
+            self._report_error(error)
+            os._exit(1)
+        while True:  # the slot ends this process when it sees fit
+            self.orders.stop_asked.wait()
+            self.orders.stop_asked.clear()
+            self.reports.send("saved", step=self._done)
+
+    def obey(self, lines: IO[bytes]) -> None:
+        """Read orders until the slot is gone; then there is nobody to train for."""
+        for line in lines:
+            try:
+                self._obey(json.loads(line))
+            except (ValueError, KeyError, TypeError) as error:
+                log.warning("order refused", order=line.decode(errors="replace"), why=str(error))
+        os._exit(0)
+
+    def _train(self) -> None:
+        self.beat.enter("initialize")
+        self._send_beats()
+        watchdog = threading.Timer(self.spec.join_timeout_s, self._join_timed_out)
+        watchdog.daemon = True
+        watchdog.start()
+        from trainer import environment
+
+        environment.join_world(
+            coordinator=self.spec.coordinator,
+            rank=self.spec.rank,
+            world_size=self.spec.world_size,
+            join_timeout_s=self.spec.join_timeout_s,
+        )
+        trainer = self._trainer()
+        trainer.connect()
+        watchdog.cancel()
+        ready = trainer.prepare()
+        self.reports.send(
+            "ready",
+            step=ready.step,
+            environment=dict(ready.environment),
+            differences=list(ready.differences),
+            unigram_entropy=ready.facts.get("unigram_entropy"),
+            parameters=ready.facts.get("parameters"),
+        )
+        log.info("ready", step=ready.step, differences=list(ready.differences))
+        self._drive(trainer)
+
+    def _trainer(self) -> Any:
+        from trainer.loop import ModelTrainer
+        from trainer.task import Context
+
+        spec = self.spec
+        return ModelTrainer(
+            context=Context(
+                rank=spec.rank,
+                world_size=spec.world_size,
+                local_rank=spec.local_rank,
+                node_rank=spec.node_rank,
+                generation=spec.generation,
+                config_dir=spec.config_dir,
+                settings=spec.trainer,
+            ),
+            checkpoints=spec.checkpoint,
+            job_dir=Path(spec.run_dir),
+            beat=self.beat,
+            restore_from=Path(spec.restore_point.path) if spec.restore_point else None,
+            on_outcome=self._report_outcome,
+        )
+
+    def _drive(self, trainer: Any) -> None:
+        first = True
+        for report in trainer.run():
+            if first:
+                first = False
+                self.reports.send("stepped", step=report.step)
+            if report.held_out_loss is not None:
+                log.info("evaluated", step=report.step, held_out_loss=report.held_out_loss)
+            self._agree_on_stop(report.step + 1)
+            if self.orders.stop_after is not None and report.step >= self.orders.stop_after:
+                self._done = trainer.save(wait=True)
+                self.beat.enter("wait")
+                self.reports.send("saved", step=self._done)
+                self.orders.stop_asked.clear()
+                return
+        finish = trainer.finish()
+        self._done = finish.step
+        self.beat.enter("wait")
+        self.reports.send(
+            "completed",
+            step=finish.step,
+            params_digest=finish.params_digest,
+            loss=finish.loss,
+            held_out_loss=finish.held_out_loss,
+            unigram_entropy=finish.facts.get("unigram_entropy"),
+        )
+        log.info("completed", step=finish.step, params_digest=finish.params_digest)
+
+    def _agree_on_stop(self, following: int) -> None:
+        """On rank 0, when a stop was asked for: name the last step, let the others hear of it.
+
+        They cannot finish that step before this rank has done its part, so none runs past it.
+        """
+        last = following >= self.spec.trainer.steps
+        if self.spec.rank or last or not self.orders.stop_asked.is_set():
+            return
+        self.orders.stop_asked.clear()
+        self.reports.send("stopping", after_step=following)
+        self.beat.enter("wait")
+        if self.spec.world_size == 1 or self.orders.go.wait(GO_WAIT_S):
+            self.orders.stop_after = following
+        else:
+            log.warning("stop called off: the others were not told", after_step=following)
+        self.orders.go.clear()
+
+    def _obey(self, order: Mapping[str, Any]) -> None:
+        kind = order["order"]
+        if kind == "stop":
+            self.orders.stop_asked.set()
+        elif kind == "go":
+            self.orders.go.set()
+        elif kind == "stop_after":
+            self.orders.stop_after = int(order["step"])
+            self.orders.stop_asked.set()
+            self.reports.send("acknowledged", order=kind)
+        elif kind == "fault":
+            self._arm(Fault.from_dict(order))
+        else:
+            raise ValueError(f"order is {kind!r}, expected stop, go, stop_after or fault")
+
+    def _arm(self, fault: Fault) -> None:
+        if not self.spec.drills:
+            log.warning("fault refused: this job allows no drills", id=fault.id, kind=fault.kind)
+            return
+        self.drills.order(fault)
+
+    def _announce(self, fault: Fault) -> None:
+        log.warning("drill", id=fault.id, kind=fault.kind, phase=self.beat.phase)
+        self.reports.send("drill", id=fault.id, kind=fault.kind)
+
+    def _send_beats(self) -> None:
+        store = self.spec.heartbeat
+        if store is None:
+            return
+        BeatSender(
+            self.beat,
+            key=heartbeat.beat_key(self.spec.job, self.spec.generation, self.spec.rank),
+            generation=self.spec.generation,
+            rank=self.spec.rank,
+            every_s=store.every_s,
+            connect=heartbeat.connect(store.host, store.port, store.password),
+        ).start()
+
+    def _join_timed_out(self) -> None:
+        """Speak before JAX does: it would end the process with SIGABRT, and no word."""
+        text = f"not all ranks joined within join_timeout_s = {self.spec.join_timeout_s:g} s"
+        error = {"type": "JoinTimedOut", "message": text, "frame": "", "traceback": text}
+        self._send_raised({**error, "user": False}, collective=False, startup=True)
+        os._exit(1)
+
+    def _report_outcome(self, outcome: Any) -> None:
+        from trainer.checkpoint import Committed
+
+        if isinstance(outcome, Committed):
+            self.reports.send(
+                "checkpoint_committed",
+                step=outcome.step,
+                path=outcome.path,
+                seconds=round(outcome.seconds, 4),
+                bytes=outcome.bytes,
+            )
+        else:
+            log.warning("checkpoint failed", step=outcome.step, error=outcome.error)
+            self.reports.send("checkpoint_failed", step=outcome.step, error=outcome.error)
+
+    def _report_error(self, error: BaseException) -> None:
+        from trainer import failures
+
+        if type(error).__name__ == "CheckpointRejected":
+            log.error("restore rejected", why=str(error))
+            self.reports.send("restore_rejected", path=error.path, reason=error.reason)  # type: ignore[attr-defined]
+            return
+        report = failures.describe(error, self.spec.trainer.task)
+        self._send_raised(
+            report.to_dict(),
+            collective=failures.lost_a_peer(error),
+            startup=failures.could_not_start(error),
+        )
+        log.error("raised", error=report.message, exc_info=error)
+
+    def _send_raised(self, error: Mapping[str, Any], *, collective: bool, startup: bool) -> None:
+        self.reports.send(
+            "raised",
+            error=dict(error),
+            phase=self.beat.phase,
+            step=self.beat.step if self.beat.step >= 0 else None,
+            collective=collective,
+            startup=startup,
+        )
+
+
+def main() -> None:
+    """Become a rank: tie this process to its parent, read the spec, run."""
+    _die_with_parent()
+    arguments = argparse.ArgumentParser(prog="python -m trainer.process", description=__doc__)
+    arguments.add_argument("--reports", type=int, required=True, metavar="FD")
+    reports = Reports(arguments.parse_args().reports)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    for number in (signal.SIGTERM, signal.SIGINT):  # workers are ended by SIGKILL only
+        signal.signal(number, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a drill's SIGSEGV leaves no core file
+    orders = sys.stdin.buffer
+    line = orders.readline()
+    if not line:
+        os._exit(0)
+    reports.send("started", pid=os.getpid())
+    try:
+        spec = WorkerSpec.from_json(line.decode())
+    except (SpecError, FaultError) as error:
+        log.error("spec refused", why=str(error))
+        text = {"type": type(error).__name__, "message": str(error), "frame": "", "user": False}
+        reports.send(
+            "raised",
+            error={**text, "traceback": str(error)},
+            phase="initialize",
+            step=None,
+            collective=False,
+            startup=False,
+        )
+        os._exit(1)
+    worker = Worker(spec, reports)
+    threading.Thread(target=worker.obey, args=(orders,), name="orders", daemon=True).start()
+    worker.run()
+
+
+def _die_with_parent() -> None:
+    parent = os.getppid()
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+    if os.getsid(0) != os.getpid() and os.getpgid(0) != os.getpid():
+        os.setsid()
+
+
+if __name__ == "__main__":
+    main()
