@@ -30,6 +30,10 @@ _COLOURS = {
     "RESTORING": "yellow",
     "STOPPED": "yellow",
 }
+_PROGRESS = (
+    *("state", "generation", "step", "steps", "loss", "held_out_loss", "unigram_entropy"),
+    *("tokens_per_s", "step_s", "time_left_s"),
+)
 _WORKERS_SHOWN = 8
 _log = structlog.get_logger()
 
@@ -103,9 +107,7 @@ class Display:
 
 def progress(snapshot: Snapshot) -> dict[str, Any]:
     """The fields of a snapshot that are worth a log line; unknown ones are left out."""
-    names = ("state", "generation", "step", "steps", "loss", "held_out_loss", "unigram_entropy")
-    names += ("tokens_per_s", "step_s", "time_left_s")  # type: ignore[assignment]
-    return {name: snapshot[name] for name in names if snapshot.get(name) is not None}
+    return {name: snapshot[name] for name in _PROGRESS if snapshot.get(name) is not None}
 
 
 def render(snapshot: Snapshot) -> RenderableType:
