@@ -2,6 +2,7 @@
 
 import random
 import time
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -120,9 +121,9 @@ def test_a_workers_clock_that_is_an_hour_off_changes_nothing(monkeypatch, tmp_pa
     watching = monitor()
     watching.arm(1, [0], 0.0)
     beat.enter("step", 0)
+    shifted = time.time() + 3600.0
     for poll in range(200):
         if poll == 100:
-            shifted = time.time() + 3600.0
             monkeypatch.setattr(time, "time", lambda: shifted)
         beat.tick()
         assert watching.observe(poll * POLL_S, {(1, 0): sender.message()}) == []
@@ -250,7 +251,7 @@ def test_an_unheeded_verdict_comes_again_after_another_deadline():
     world = stuck(STARTUP + steps([1.0] * 100), at=20.3)
     times = [when for when, _ in world.run(40.0)]
     assert len(times) == 3
-    assert all(later - earlier > 5.0 for earlier, later in zip(times, times[1:], strict=False))
+    assert all(later - earlier > 5.0 for earlier, later in pairwise(times))
 
 
 def test_a_disarmed_generation_is_neither_polled_nor_judged():
