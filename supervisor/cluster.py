@@ -393,7 +393,7 @@ class RayCluster:
             for index, actor in enumerate(actors)
         )
         told = await asyncio.gather(*questions)
-        order = _rank_order(at, [tuple(map(_device, one["gpus"])) for one in told])
+        order = ray_calls.rank_order(at, [one["gpus"] for one in told])
         node_ranks = {node: rank for rank, node in enumerate(dict.fromkeys(at[i] for i in order))}
         places = [at[index] for index in order]
         self._actors = tuple(actors[index] for index in order)
@@ -645,16 +645,6 @@ def _or_raise(outcome: T | BaseException) -> T:
     if isinstance(outcome, BaseException):
         raise outcome
     return outcome
-
-
-def _rank_order(at: Sequence[str], devices: Sequence[tuple[tuple[int, str], ...]]) -> list[int]:
-    """Indices of slots in rank order: by node, as first met, then by device, then as created."""
-    node_order = list(dict.fromkeys(at))
-    return sorted(range(len(at)), key=lambda one: (node_order.index(at[one]), devices[one], one))
-
-
-def _device(name: str) -> tuple[int, str]:
-    return (int(name), "") if name.isdecimal() else (0, name)
 
 
 def _exit(rank: int, record: Mapping[str, Any]) -> Exit:

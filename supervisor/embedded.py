@@ -50,12 +50,17 @@ def authenticate(run_dir: Path) -> Path:
 
     Call it before anything imports Ray, which reads these variables once.
     """
+    path = _token(run_dir)
+    os.environ.pop("RAY_AUTH_TOKEN", None)
+    os.environ.update(_ray_variables(path))
+    return path
+
+
+def _token(run_dir: Path) -> Path:
     path = run_dir / TOKEN_FILE
     if not path.exists():
         run_dir.mkdir(parents=True, exist_ok=True)
         _write_secret(path, secrets.token_hex(32))
-    os.environ.pop("RAY_AUTH_TOKEN", None)
-    os.environ.update(_ray_variables(path))
     return path
 
 
@@ -108,7 +113,7 @@ class EmbeddedRay:
         _update_record(self._run_dir, ray=None)
 
     def _start(self) -> str:
-        token = authenticate(self._run_dir)
+        token = _token(self._run_dir)
         mark = secrets.token_hex(16)
         temp_dir = _short_directory() / mark[:8]
         # Recorded first: if we die now, the next daemon ends by its mark what was started.
@@ -255,7 +260,8 @@ def _short_directory() -> Path:
 
 
 def _without_address(variables: Mapping[str, str]) -> dict[str, str]:
-    return {name: text for name, text in variables.items() if name != "RAY_ADDRESS"}
+    unwanted = ("RAY_ADDRESS", "RAY_AUTH_TOKEN")
+    return {name: text for name, text in variables.items() if name not in unwanted}
 
 
 def _redis_server() -> str:

@@ -43,6 +43,9 @@ def connect(address: str) -> None:
 
     if ray.is_initialized():
         ray.shutdown()
+    # Ray keeps the first token it read in a process, whatever was connected to since.
+    raylet: Any = ray._raylet  # its types do not know the loader
+    raylet.AuthenticationTokenLoader.instance().reset_cache()
     # At a lower level Ray says that it sets no SIGTERM handler in this thread, as it should be.
     # Nor may its raylets write into our display: what happens to slots is told by their watch.
     ray._private.worker._worker_logs_enabled = False
@@ -95,6 +98,16 @@ def shortage(
     elif sum(places) < workers:
         return f"needs {workers} slots of {each}, the cluster's nodes can hold {sum(places)}"
     return None
+
+
+def rank_order(at: Sequence[str], devices: Sequence[Sequence[str]]) -> list[int]:
+    """Indices of slots in rank order: by node as first met in `at`, by device, as created."""
+    node_order = list(dict.fromkeys(at))
+    keys = [
+        (node_order.index(node), list(map(_device, own)))
+        for node, own in zip(at, devices, strict=True)
+    ]
+    return sorted(range(len(at)), key=keys.__getitem__)
 
 
 def create_group(name: str, bundle: Mapping[str, float], workers: int, placement: str) -> Any:
@@ -212,6 +225,10 @@ def _groups(name_prefix: str) -> list[str]:
 def _fits(bundle: Mapping[str, float], node: Node) -> int:
     counts = (node.resources.get(name, 0.0) // amount for name, amount in bundle.items() if amount)
     return int(min(counts, default=0.0))
+
+
+def _device(name: str) -> tuple[int, str]:
+    return (int(name), "") if name.isdecimal() else (0, name)
 
 
 def _plain(amount: float) -> str:

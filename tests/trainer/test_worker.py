@@ -1,0 +1,431 @@
+"""The slot: what it passes on, what it refuses, and that nothing of a child outlives it."""
+
+import ctypes
+import json
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer.heartbeat import Beat
+from trainer.processes import is_alive, look
+from trainer.worker import RECORDS_KEPT, ResilientWorker
+
+STAND_IN = Path(__file__).with_name("stand_in.py")
+EPOCH = 3
+
+
+class Slot:
+    """A `ResilientWorker` in this process, without Ray: text in, plain data out."""
+
+    def __init__(self, run_dir: Path, command: list[str]) -> None:
+        self.run_dir = run_dir
+        self.worker = ResilientWorker("first", str(run_dir), 1.0, 0, command)
+        self.after = 0
+
+    def call(self, method: str, *arguments: Any, epoch: int = EPOCH) -> dict[str, Any]:
+        answer = json.loads(getattr(self.worker, method)(epoch, *arguments))
+        assert isinstance(answer, dict)
+        return answer
+
+    def start(self, generation: int = 1, **spec: Any) -> int:
+        answer = self.call("start", json.dumps(self.spec(generation, **spec)))
+        assert "error" not in answer
+        return int(answer["pid"])
+
+    def spec(self, generation: int = 1, **spec: Any) -> dict[str, Any]:
+        return {
+            "generation": generation,
+            "rank": 1,
+            "run_dir": str(self.run_dir),
+            "config_dir": str(self.run_dir),
+            "beat_file": str(self.run_dir / "beats" / f"g{generation}"),
+            **spec,
+        }
+
+    def order(self, generation: int, **order: Any) -> dict[str, Any]:
+        return self.call("order", generation, json.dumps(order))
+
+    def until(self, report: str) -> dict[str, Any]:
+        """The next record of this kind; those before it are passed over."""
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline:
+            answer = self.call("watch", self.after)
+            for record in answer["records"]:
+                self.after = record["seq"]
+                if record["report"] == report:
+                    return dict(record)
+        raise AssertionError(f"no {report!r} within 20 s")
+
+
+@pytest.fixture
+def make_slot(tmp_path: Path) -> Iterator[Callable[..., Slot]]:
+    made: list[Slot] = []
+
+    def make(*command: str) -> Slot:
+        made.append(Slot(tmp_path, list(command) or [sys.executable, str(STAND_IN)]))
+        return made[-1]
+
+    yield make
+    survivors = [slot.call("end", 5.0, epoch=10**9)["survivors"] for slot in made]
+    ctypes.CDLL(None).prctl(36, 0, 0, 0, 0)  # a slot adopts orphans; these tests do not
+    assert survivors == [[]] * len(made)
+
+
+@pytest.fixture
+def slot(make_slot: Callable[..., Slot]) -> Slot:
+    return make_slot()
+
+
+def await_gone(pid: int, limit_s: float = 5.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while (row := look(pid)) is not None and row.is_alive:
+        assert time.monotonic() < deadline, f"pid {pid} is still there"
+        time.sleep(0.005)
+
+
+def test_a_killed_child_is_told_with_its_signal_within_a_tenth_of_a_second(slot: Slot) -> None:
+    """Ray takes 20 to 35 ms for a death and tells no signal; here both come from the kernel."""
+    pid = slot.start()
+    assert slot.until("started")["pid"] == pid
+    told: list[tuple[float, dict[str, Any]]] = []
+    watch = threading.Thread(target=lambda: told.append((time.monotonic(), slot.until("exit"))))
+    watch.start()
+    time.sleep(0.1)
+    killed_at = time.monotonic()
+    os.kill(pid, signal.SIGKILL)
+    watch.join()
+    assert time.monotonic() - killed_at < 0.1
+    _, record = told[0]
+    assert (record["signal"], record["status"], record["pid"]) == ("SIGKILL", None, pid)
+    assert (record["generation"], record["rank"]) == (1, 1)
+    assert record["log_tail"] == ["rank 1 of generation 1 has started"]
+
+
+def test_an_early_exit_is_told_with_its_status_after_all_that_was_reported(slot: Slot) -> None:
+    """A worker that exits 0 before the job is done must not pass for one that finished."""
+    slot.start()
+    slot.order(1, order="flood", reports=300)
+    slot.order(1, order="exit", status=0)
+    assert slot.until("completed")
+    record = slot.until("exit")
+    assert (record["status"], record["signal"]) == (0, None)
+
+
+def test_the_culprit_of_a_segmentation_fault_is_named_by_its_signal(slot: Slot) -> None:
+    """The victim's error comes first and is louder; the signal tells the culprit."""
+    slot.start()
+    slot.order(1, order="segfault")
+    assert slot.until("exit")["signal"] == "SIGSEGV"
+
+
+@pytest.mark.parametrize("before", ["SIGSTOP", "SIGTERM", None])
+def test_a_child_that_is_stopped_or_deaf_to_sigterm_is_gone_in_bounded_time(
+    slot: Slot, before: str | None
+) -> None:
+    """A stopped process takes Ray 5 s; one that ignores SIGTERM kept its port and file lock."""
+    pid = slot.start()
+    slot.until("started")
+    if before is not None:
+        assert slot.call("signal", 1, before) == {"pid": pid}
+        time.sleep(0.05)
+    began = time.monotonic()
+    answer = slot.call("kill", 1, 5.0)
+    assert time.monotonic() - began < 0.5
+    assert answer["exit"]["signal"] == "SIGKILL"
+    assert answer["survivors"] == []
+    assert look(pid) is None  # reaped, not merely dead
+
+
+@pytest.mark.parametrize("own_session", [False, True])
+@pytest.mark.parametrize("how", ["kill", "death"])
+def test_what_a_child_has_started_ends_with_it(slot: Slot, own_session: bool, how: str) -> None:
+    """Data loaders outlived a killed worker and held its memory and devices."""
+    pid = slot.start()
+    slot.order(1, order="grandchild", own_session=own_session)
+    grandchild = slot.until("spawned")["pid"]
+    if how == "death":
+        os.kill(pid, signal.SIGKILL)
+        slot.until("exit")
+    assert slot.call("kill", 1, 5.0)["survivors"] == []
+    assert look(grandchild) is None
+
+
+def test_two_generations_stand_side_by_side_and_end_apart(slot: Slot) -> None:
+    """A standby is a second child of the slot; the end of the first must not touch it."""
+    first, second = slot.start(1), slot.start(2)
+    slot.order(2, order="grandchild", own_session=True)
+    grandchild = slot.until("spawned")
+    assert grandchild["generation"] == 2
+    assert slot.call("kill", 1, 5.0)["exit"]["pid"] == first
+    assert json.loads(slot.worker.witness(2))["alive"]
+    row = look(grandchild["pid"])
+    assert row is not None
+    assert row.is_alive
+    assert slot.call("kill", 2, 5.0)["exit"]["pid"] == second
+
+
+def test_a_child_that_never_was_is_gone(slot: Slot) -> None:
+    """A generation whose start failed on some ranks is brought down like any other."""
+    assert slot.call("kill", 7, 5.0) == {"exit": None, "survivors": []}
+
+
+def test_orders_of_an_earlier_daemon_are_refused(slot: Slot) -> None:
+    """A daemon that was taken for dead wakes up and must not end its successor's workers."""
+    slot.start()
+    assert slot.call("order", 1, '{"order": "hello"}', epoch=EPOCH + 1)["pid"]
+    for method, *arguments in [
+        ("reserve_address", 2, "127.0.0.1"),
+        ("start", json.dumps(slot.spec(2))),
+        ("watch", 0),
+        ("order", 1, '{"order": "exit", "status": 1}'),
+        ("signal", 1, "SIGKILL"),
+        ("kill", 1, 5.0),
+        ("end", 5.0),
+        ("evidence", 1),
+    ]:
+        assert "stale epoch 3" in slot.call(str(method), *arguments)["error"]
+    assert json.loads(slot.worker.witness(1))["alive"]
+
+
+def test_the_poll_of_an_earlier_daemon_ends_when_its_successor_speaks(slot: Slot) -> None:
+    """Polls of daemons that are gone would fill the slot's threads."""
+    answers: list[dict[str, Any]] = []
+    poll = threading.Thread(target=lambda: answers.append(slot.call("watch", 0)))
+    poll.start()
+    time.sleep(0.1)
+    slot.call("end", 0.0, epoch=EPOCH + 1)
+    poll.join(2.0)
+    assert not poll.is_alive()
+    assert "stale epoch" in answers[0]["error"]
+
+
+def test_no_secret_is_in_a_childs_arguments_or_environment(
+    slot: Slot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both can be read by every process of the user, and end up in bug reports."""
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", "/somewhere/secret")
+    monkeypatch.setenv("HTTPS_PROXY", "http://proxy.example:8080")
+    slot.start(heartbeat={"password": "swordfish"})
+    slot.order(1, order="tell")
+    told = slot.until("told")
+    assert "swordfish" not in json.dumps(told)
+    assert "/somewhere/secret" not in json.dumps(told)
+    assert "HTTPS_PROXY" not in told["environment"]
+    assert told["environment"]["NPROC"] == "1"
+    assert told["environment"]["JAX_PLATFORMS"] == "cpu"
+    assert told["cwd"] == str(slot.run_dir)
+
+
+def test_logs_are_for_their_owner_only_one_file_a_generation_and_rank(slot: Slot) -> None:
+    """Logs of ranks and attempts in one file could not be told apart; some hold data."""
+    for generation in (1, 2):
+        slot.start(generation)
+        slot.until("started")
+        path = slot.run_dir / "logs" / f"generation-{generation}" / "rank-1.log"
+        assert path.read_text() == f"rank 1 of generation {generation} has started\n"
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+
+
+def test_a_child_that_does_not_read_its_orders_never_holds_up_its_slot(slot: Slot) -> None:
+    """A stopped child with a full pipe would block the thread that has to kill it."""
+    slot.start()
+    slot.order(1, order="deaf")
+    slot.until("deaf")
+    began = time.monotonic()
+    answers = [slot.order(1, order="x" * 4000) for _ in range(20)]
+    assert "does not read its orders" in answers[-1]["error"]
+    assert slot.call("kill", 1, 5.0)["exit"]["signal"] == "SIGKILL"
+    assert time.monotonic() - began < 1.0
+
+
+def test_what_cannot_be_done_is_answered_with_the_reason(slot: Slot) -> None:
+    """An exception that crosses Ray is pickled, and says nothing a person can act on."""
+    missing = slot.spec(1, config_dir=str(slot.run_dir / "nowhere"))
+    assert "nowhere is no directory" in slot.call("start", json.dumps(missing))["error"]
+    assert "spec.rank is None" in slot.call("start", json.dumps(slot.spec(1, rank=None)))["error"]
+    other = slot.spec(1, run_dir="/elsewhere")
+    assert "/elsewhere" in slot.call("start", json.dumps(other))["error"]
+    assert "never started" in slot.order(1, order="hello")["error"]
+    slot.start(1)
+    assert "was started here before" in slot.call("start", json.dumps(slot.spec(1)))["error"]
+    assert "SIGNOPE" in slot.call("signal", 1, "SIGNOPE")["error"]
+    slot.call("kill", 1, 5.0)
+    assert "has ended" in slot.order(1, order="hello")["error"]
+    assert "has ended" in slot.call("signal", 1, "SIGKILL")["error"]
+
+
+def test_a_program_that_cannot_be_started_is_an_answer(make_slot: Callable[..., Slot]) -> None:
+    """A broken installation on one node has to name itself."""
+    slot = make_slot("/no/such/python")
+    answer = slot.call("start", json.dumps(slot.spec()))
+    assert "/no/such/python cannot be started" in answer["error"]
+
+
+def test_records_are_bounded_and_what_was_dropped_is_counted(slot: Slot) -> None:
+    """A child that reports without end, while no daemon watches, must not fill the memory."""
+    slot.start()
+    slot.until("started")
+    seen = slot.after
+    slot.order(1, order="flood", reports=RECORDS_KEPT + 1000)
+    slot.order(1, order="exit", status=5)
+    deadline = time.monotonic() + 20
+    while json.loads(slot.worker.describe())["children"][0]["exit"] is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    total = 1 + RECORDS_KEPT + 1000 + 2  # started, the flood, completed, exit
+    answer = slot.call("watch", seen)
+    assert answer["lost"] == total - RECORDS_KEPT - seen
+    assert slot.until("exit")["seq"] == total
+
+
+def test_a_line_that_is_no_report_is_told_as_such(slot: Slot) -> None:
+    """A library that writes to every descriptor must not break the reports after it."""
+    slot.start()
+    slot.order(1, order="garbage")
+    assert slot.until("unreadable")["text"] == "no report"
+    slot.order(1, order="hello")
+    assert slot.until("acknowledged")["order"] == "hello"
+
+
+def test_evidence_shows_where_a_child_is(slot: Slot) -> None:
+    """ "What is it hanging on?" can be asked only before it is killed."""
+    slot.start()
+    slot.order(1, order="deaf")
+    slot.until("deaf")
+    evidence = slot.call("evidence", 1)
+    assert "stand_in.py" in evidence["stacks"]
+    assert "in _obey" in evidence["stacks"]
+    assert evidence["state"] in ("R", "S")
+    assert evidence["log_tail"][0] == "rank 1 of generation 1 has started"
+
+
+def test_evidence_of_a_stopped_child_comes_without_its_help(slot: Slot) -> None:
+    """A stopped process answers no signal; it must stay stopped, and be seen all the same."""
+    slot.start()
+    slot.until("started")
+    slot.call("signal", 1, "SIGSTOP")
+    time.sleep(0.05)
+    evidence = slot.call("evidence", 1)
+    assert evidence["state"] == "T"
+    assert "stand_in.py" in evidence["stacks"]
+    assert json.loads(slot.worker.witness(1))["state"] == "T"
+
+
+def test_asking_for_stacks_does_not_hurt_a_child_that_cannot_give_them(
+    make_slot: Callable[..., Slot],
+) -> None:
+    """SIGUSR1 ends a process that has not come to register its handler yet."""
+    slot = make_slot("/bin/sh", "-c", "sleep 600")
+    slot.start()
+    evidence = slot.call("evidence", 1)
+    assert "no stacks" in evidence["stacks"]
+    assert json.loads(slot.worker.witness(1))["alive"]
+
+
+def test_the_witness_reads_the_loops_own_account(slot: Slot) -> None:
+    """Redis may be gone, or its writer stuck: a verdict of a hang needs a second opinion."""
+    slot.start()
+    before = json.loads(slot.worker.witness(1))
+    assert (before["alive"], before["seq"]) == (True, None)
+    beat = Beat(slot.run_dir / "beats" / "g1")
+    beat.enter("step", 7)
+    seen = json.loads(slot.worker.witness(1))
+    assert (seen["phase"], seen["step"]) == ("step", 7)
+    beat.tick()
+    assert json.loads(slot.worker.witness(1))["seq"] == seen["seq"] + 1
+
+
+_COORDINATE = """
+import sys, jax
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_enable_recoverability", True)
+jax.distributed.initialize(sys.argv[1], 1, 0, coordinator_bind_address=sys.argv[1],
+                           cluster_detection_method="deactivate", initialization_timeout=20)
+print(len(jax.devices()))
+jax.distributed.shutdown()
+"""
+
+
+def test_a_reserved_port_is_the_coordinators_and_nobody_elses(slot: Slot) -> None:
+    """A port that was probed and let go was taken before the coordinator bound it."""
+    address = slot.call("reserve_address", 1, "127.0.0.1")
+    with socket.socket() as thief, pytest.raises(OSError, match="in use"):
+        thief.bind(("127.0.0.1", address["port"]))
+    result = subprocess.run(
+        [sys.executable, "-c", _COORDINATE, f"127.0.0.1:{address['port']}"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert result.stdout.strip() == "1", result.stderr
+    assert slot.call("reserve_address", 2, "127.0.0.1")["port"] != address["port"]
+    slot.call("kill", 1, 5.0)
+    with socket.socket() as next_one:
+        next_one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        next_one.bind(("127.0.0.1", address["port"]))
+
+
+def test_a_child_outlives_the_thread_that_asked_for_it(slot: Slot) -> None:
+    """For the kernel the parent whose death is awaited is the thread that forked."""
+    pids: list[int] = []
+    asker = threading.Thread(target=lambda: pids.append(slot.start()))
+    asker.start()
+    asker.join()
+    slot.until("started")
+    time.sleep(0.2)
+    row = look(pids[0])
+    assert row is not None
+    assert row.is_alive
+
+
+_OWNER = """
+import sys, time
+sys.path.insert(0, sys.argv[1])
+from tests.trainer.test_worker import *
+slot = Slot(Path(sys.argv[2]), [sys.executable, str(STAND_IN)])
+print(slot.start(), flush=True)
+slot.order(1, order="grandchild", own_session=True)
+print(slot.until("spawned")["pid"], flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_child_dies_with_its_slot_and_the_next_slot_ends_the_rest(
+    tmp_path: Path, make_slot: Callable[..., Slot]
+) -> None:
+    """Workers whose launcher was killed went on training, and held the devices."""
+    root = str(Path(__file__).parents[2])
+    with subprocess.Popen(
+        [sys.executable, "-c", _OWNER, root, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    ) as owner:
+        assert owner.stdout is not None
+        child, grandchild = int(owner.stdout.readline()), int(owner.stdout.readline())
+        row = look(grandchild)
+        assert row is not None
+        owner.kill()
+    await_gone(child, 1.0)
+    assert is_alive(row.identity)
+    slot = make_slot()
+    assert json.loads(slot.worker.describe())["orphans"] == []
+    assert not is_alive(row.identity)
+
+
+def test_a_slot_needs_neither_jax_nor_ray() -> None:
+    """Slots are as many as devices, and stay: 140 MB each would be for nothing."""
+    code = "import sys, trainer.worker; print({'jax', 'ray', 'orbax'} & set(sys.modules))"
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert result.stdout.strip() == "set()"
