@@ -169,6 +169,8 @@ class _Assembly:
             on_outcome=daemon.post,
             on_action=daemon.note_action,
             on_bug=daemon.note_bug,
+            on_change=daemon.wake,
+            on_connected=self._catch_signals,
         )
 
     def _spec(self, effect: x.StartWorkers, rank: int) -> dict[str, Any]:
@@ -331,9 +333,7 @@ class _Assembly:
     # The run
 
     async def run(self) -> int:
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            loop.add_signal_handler(number, self.daemon.interrupt, number)
+        self._catch_signals()
         (self.run_dir / RESULT_FILE).unlink(missing_ok=True)
         self._say_what_begins()
         try:
@@ -350,6 +350,12 @@ class _Assembly:
                 return await self.daemon.run(after=self.past.state)
         finally:
             self.daemon.journal.close()
+
+    def _catch_signals(self) -> None:
+        """Called again after each connection: Ray puts a handler of its own in front."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(number, self.daemon.interrupt, number)
 
     def _say_what_begins(self) -> None:
         past = self.past

@@ -103,6 +103,10 @@ class Daemon:
         self._bug = self._bug or error
         self._awake.set()
 
+    def wake(self) -> None:
+        """Something changed that may let the run end."""
+        self._awake.set()
+
     def interrupt(self, number: int) -> None:
         """A signal: the first asks for a drain, the second for the end at once."""
         self._stops += 1

@@ -34,7 +34,7 @@ def past_of(records: Iterable[Record]) -> Past:
             numbers["generation"] = max(numbers["generation"], job["generation"])
             numbers["placement"] = max(numbers["placement"], job["placement"])
             numbers["incident"] = max(numbers["incident"], job["incidents"])
-            verified |= {(generation, step): None for generation, step in job["verified"]}
+            verified |= dict.fromkeys((int(g), int(step)) for g, step in job["verified"])
         elif record["kind"] == "move":
             event = record["event"]
             state = record["target"]

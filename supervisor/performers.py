@@ -69,7 +69,9 @@ class Performers:
     """Carries out effects as tasks, one an effect, and tells their outcomes.
 
     `on_outcome` gets the events, `on_action` a record for the journal each time a task ends,
-    `on_bug` an exception that nobody foresaw. `spec_of(effect, rank)` makes what a worker is told.
+    `on_bug` an exception that nobody foresaw; `on_change` is called when one has ended, and
+    `on_connected` each time the cluster is reached. `spec_of(effect, rank)` makes what a worker is
+    told.
     """
 
     def __init__(
@@ -91,6 +93,8 @@ class Performers:
         on_outcome: Callable[[e.Event], None],
         on_action: Callable[[dict[str, Any]], None],
         on_bug: Callable[[BaseException], None],
+        on_change: Callable[[], None],
+        on_connected: Callable[[], None] = lambda: None,
     ) -> None:
         self.workers, self.drain_s, self.job = workers, drain_s, job
         self.placement_timeout_s, self.capacity_wait_s = placement_timeout_s, capacity_wait_s
@@ -98,6 +102,7 @@ class Performers:
         self.timers, self.clock = timers, clock
         self.spec_of, self.result_of = spec_of, result_of
         self.on_outcome, self.on_action, self.on_bug = on_outcome, on_action, on_bug
+        self.on_change, self.on_connected = on_change, on_connected
         self.rosters: dict[int, Roster] = {}
         self.pids: dict[int, dict[int, int]] = {}
         self.nodes: dict[int, str] = {}
@@ -109,6 +114,7 @@ class Performers:
         if self._reached:
             return
         await self.cluster.connect()
+        self.on_connected()
         for leftover in await self.cluster.sweep():
             log.warning("leftover_swept", what=leftover)
         self._reached = True
@@ -121,7 +127,11 @@ class Performers:
         """Begin an effect; returns at once."""
         task = asyncio.create_task(self._run(effect), name=type(effect).__name__)
         self._tasks[task] = effect
-        task.add_done_callback(lambda done: self._tasks.pop(done, None))
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.pop(task, None)
+        self.on_change()
 
     def views(self, generation: int) -> tuple[RankView, ...]:
         """What the monitor knows of the ranks of a generation."""
@@ -350,4 +360,4 @@ class Performers:
 
         task = asyncio.create_task(quietly())
         self._tasks[task] = x.NotifyOperator(message="")
-        task.add_done_callback(lambda done: self._tasks.pop(done, None))
+        task.add_done_callback(self._done)
