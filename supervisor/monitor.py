@@ -166,7 +166,7 @@ class HeartbeatMonitor:
         if paused:
             self.rearm(read_at)
         self._seen_at = read_at
-        if self._blind or paused:
+        if self._blind:
             return []
         found = (self._suspect(generation, now) for generation in sorted(self._armed))
         return [suspicion for suspicion in found if suspicion]

@@ -150,6 +150,18 @@ def test_an_outage_of_the_store_gives_no_verdict_then_or_right_after():
     assert world.run(90.0) == []
 
 
+def test_even_a_short_outage_starts_every_deadline_afresh():
+    """Beats that could not be sent for a second must not complete a silence of before."""
+    world = World(two(STARTUP + steps([0.1] * 2000)))
+    assert world.run(30.0) == []
+    for rank in world.ranks:
+        rank.cut_at = world.now
+    asleep = world.beats()
+    world.monitor.blind(world.now)
+    world.monitor.see(world.now + LEASE_S / 2 - 0.1)
+    assert world.monitor.observe(world.now + LEASE_S / 2, asleep) == []
+
+
 def test_a_rank_that_died_during_the_outage_is_found_a_lease_after_it():
     """A fresh lease is a lease: silence counts again from the moment that sight returns."""
     world = World(two(STARTUP + steps([0.1] * 20) + [("evaluate", 20, 900.0)]))
@@ -284,6 +296,17 @@ def test_a_stopped_process_is_the_culprit_however_far_it_came():
     begun = world.ranks[0].starts[30]
     world.ranks[0].stuck_at = world.ranks[1].stopped_at = begun + 0.3
     assert world.run(begun + 5.0)[0][1].ranks == (1,)
+
+
+def test_a_stopped_process_is_the_culprit_also_where_all_fell_silent():
+    """The network to the store went with it, so that only the slots can tell the two apart."""
+    world = World(two(STARTUP + steps([0.2] * 200)))
+    begun = world.ranks[0].starts[100]
+    for rank in world.ranks:
+        rank.cut_at = rank.stuck_at = begun + 0.1
+    world.ranks[1].stopped_at = begun + 0.1
+    verdict = world.run(begun + 4.0)[0][1]
+    assert (verdict.kind, verdict.ranks) == ("progress_stalled", (1,))
 
 
 def test_ranks_that_are_equally_far_are_all_suspected():
