@@ -1,0 +1,233 @@
+"""The job's own Redis and Ray head: private, found again, and ended exactly."""
+
+import json
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from supervisor.embedded import (
+    EmbeddedRay,
+    EmbeddedRedis,
+    RedisAddress,
+    authenticate,
+)
+from supervisor.errors import ClusterUnusable, DiskError
+
+
+def client(address: RedisAddress, password: str | None) -> redis.Redis:
+    return redis.Redis(
+        host=address.host,
+        port=address.port,
+        password=password,
+        socket_timeout=2,
+        retry=Retry(NoBackoff(), 0),
+    )
+
+
+def recorded(run_dir: Path, part: str) -> dict[str, psutil.Process]:
+    record = json.loads((run_dir / "embedded.json").read_text())[part]
+    return {name: psutil.Process(pid) for name, (pid, _) in record["processes"].items()}
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[EmbeddedRedis]:
+    server = EmbeddedRedis(tmp_path)
+    yield server
+    server.stop()
+
+
+def test_redis_answers_to_its_password_only(tmp_path: Path, server: EmbeddedRedis) -> None:
+    """Anyone on the machine could write heartbeats of a worker that hangs."""
+    address = server.ensure()
+    assert client(address, address.password).ping()
+    with pytest.raises(redis.AuthenticationError):
+        client(address, None).ping()
+    with pytest.raises(redis.AuthenticationError):
+        client(address, "guess").ping()
+    (process,) = recorded(tmp_path, "redis").values()
+    assert address.password not in " ".join(process.cmdline())
+    assert address.password not in json.dumps(process.environ())
+    assert {one.laddr.ip for one in process.net_connections() if one.status == "LISTEN"} == {
+        "127.0.0.1"
+    }
+    for name in ("redis.conf", "embedded.json"):
+        assert stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o600
+
+
+def test_a_later_daemon_finds_the_living_redis_and_ends_it(
+    tmp_path: Path, server: EmbeddedRedis
+) -> None:
+    """The daemon was killed; its successor must not start a second one, nor leave the first."""
+    address = server.ensure()
+    (process,) = recorded(tmp_path, "redis").values()
+    successor = EmbeddedRedis(tmp_path)
+    assert successor.is_alive()
+    assert successor.ensure() == address
+    successor.stop()
+    assert process.status() == psutil.STATUS_ZOMBIE  # ours to reap: it was our child
+    assert not successor.is_alive()
+    assert not (tmp_path / "redis.conf").exists()
+    successor.stop()
+
+
+def test_a_redis_that_died_comes_back_where_the_workers_look_for_it(
+    tmp_path: Path, server: EmbeddedRedis
+) -> None:
+    """Workers keep the address they were started with."""
+    address = server.ensure()
+    (process,) = recorded(tmp_path, "redis").values()
+    process.kill()
+    process.wait()
+    assert not server.is_alive()
+    assert server.ensure() == address
+    assert client(address, address.password).ping()
+
+
+def test_a_port_that_was_taken_meanwhile_is_given_up(server: EmbeddedRedis, tmp_path: Path) -> None:
+    """Between the death of a server and its return anybody may take its port."""
+    address = server.ensure()
+    (process,) = recorded(tmp_path, "redis").values()
+    process.kill()
+    process.wait()
+    with socket.socket() as squatter:
+        squatter.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        squatter.bind((address.host, address.port))
+        squatter.listen()
+        again = server.ensure()
+    assert again.port != address.port
+    assert client(again, again.password).ping()
+
+
+def test_a_process_that_got_the_pid_of_ours_is_left_alone(
+    tmp_path: Path, server: EmbeddedRedis
+) -> None:
+    """After a week the recorded pid is somebody's editor."""
+    with subprocess.Popen(["sleep", "600"]) as bystander:
+        path = tmp_path / "embedded.json"
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        processes = {"redis-server": [bystander.pid, 1.0]}
+        record = {"mark": "00", "port": 1, "password": "x", "processes": processes}
+        path.write_text(json.dumps({"boot": boot, "redis": record}))
+        server.stop()
+        assert bystander.poll() is None
+        bystander.kill()
+
+
+def test_what_was_started_before_it_could_be_recorded_is_ended(
+    tmp_path: Path, server: EmbeddedRedis
+) -> None:
+    """A daemon that is killed while it starts its head leaves processes without a record."""
+    environment = {**os.environ, "EVERSTEP_EMBEDDED": "0123abcd"}
+    with subprocess.Popen(["sleep", "600"], env=environment) as orphan:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        record = {"mark": "0123abcd", "port": 1, "password": "x", "processes": {}}
+        (tmp_path / "embedded.json").write_text(json.dumps({"boot": boot, "redis": record}))
+        time.sleep(0.05)
+        server.stop()
+        assert orphan.wait(5) == -signal.SIGKILL
+
+
+def test_a_damaged_record_is_named(tmp_path: Path) -> None:
+    """Guessing which processes are ours would end somebody else's."""
+    (tmp_path / "embedded.json").write_text("{")
+    with pytest.raises(DiskError, match=r"embedded\.json is damaged"):
+        EmbeddedRedis(tmp_path).ensure()
+    (tmp_path / "embedded.json").unlink()
+
+
+def test_the_token_is_made_once_and_is_for_its_owner_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a new token at each start the living head would refuse its own daemon."""
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_TOKEN"):
+        monkeypatch.setenv(name, "former")
+    for name in ("RAY_USAGE_STATS_ENABLED", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"):
+        monkeypatch.setenv(name, "former")
+    path = tmp_path / "ray.token"
+    authenticate("10.0.0.1:6379", tmp_path)
+    assert os.environ["RAY_AUTH_MODE"] == "former"
+    assert not path.exists()
+    authenticate("local", tmp_path)
+    token = path.read_text()
+    authenticate("local", tmp_path)
+    assert path.read_text() == token
+    assert len(token) == 64
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert os.environ["RAY_AUTH_MODE"] == "token"
+    assert os.environ["RAY_AUTH_TOKEN_PATH"] == str(path)
+    assert "RAY_AUTH_TOKEN" not in os.environ
+
+
+_INTRUDE = """
+import os, sys
+os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN="f" * 64)
+os.environ.update(RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0")
+import ray
+try:
+    ray.init(address=sys.argv[1], log_to_driver=False)
+except BaseException as error:
+    print(type(error).__name__)
+"""
+
+
+def test_the_head_is_private_found_again_and_ended_with_all_that_is_below(tmp_path: Path) -> None:
+    """Ray listens on all interfaces without a token: any neighbour could run code as us."""
+    head = EmbeddedRay(tmp_path)
+    address = head.ensure()
+    try:
+        assert EmbeddedRay(tmp_path).ensure() == address
+        record = json.loads((tmp_path / "embedded.json").read_text())["ray"]
+        temp_dir = Path(record["temp_dir"])
+        processes = recorded(tmp_path, "ray")
+        everything = {
+            one for root in processes.values() for one in [root, *root.children(recursive=True)]
+        }
+        assert {"gcs_server", "raylet"} <= set(processes)
+        listening = {
+            connection.laddr.ip.removeprefix("::ffff:")
+            for process in everything
+            for connection in process.net_connections()
+            if connection.status == "LISTEN"
+        }
+        assert listening == {"127.0.0.1"}
+        assert stat.S_IMODE(temp_dir.parent.stat().st_mode) == 0o700
+        assert max(len(str(path)) for path in temp_dir.rglob("sockets/*")) <= 107
+        token = (tmp_path / "ray.token").read_text()
+        assert all(token not in " ".join(one.cmdline()) for one in everything)
+        intruder = subprocess.run(
+            [sys.executable, "-c", _INTRUDE, address], capture_output=True, text=True, timeout=60
+        )
+        assert "Authentication" in intruder.stdout + intruder.stderr
+        processes["gcs_server"].kill()
+        deadline = time.monotonic() + 5
+        while head.is_alive():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    finally:
+        head.stop()
+    assert not any(one.is_running() and one.status() != "zombie" for one in everything)
+    assert not temp_dir.exists()
+    assert not head.is_alive()
+
+
+def test_a_head_that_cannot_start_says_why_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A broken Ray installation has to show what it said, not a time-out."""
+    monkeypatch.setenv("RAY_raylet_start_wait_time_s", "nonsense")
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(ClusterUnusable, match=r"ray-start\.log"):
+        EmbeddedRay(tmp_path).ensure()
+    assert json.loads((tmp_path / "embedded.json").read_text())["ray"] is None
