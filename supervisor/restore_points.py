@@ -273,12 +273,11 @@ def _set_aside(path: Path, reason: str) -> Path:
 
 
 def _discard(run_dir: Path, path: Path) -> None:
-    """Rename away, then delete: a half-deleted directory must never look like a checkpoint."""
+    """Rename away, to be deleted there: what is half deleted must never look like a checkpoint."""
     trash = _own_directory(run_dir / "checkpoints" / "trash")
     target = trash / _free_name(trash, f"{path.parent.name}-{path.name}")
     path.rename(target)
     _flush(path.parent)
-    _delete(target)
 
 
 def _delete(path: Path) -> None:

@@ -157,6 +157,7 @@ def test_even_a_short_outage_starts_every_deadline_afresh():
     for rank in world.ranks:
         rank.cut_at = world.now
     asleep = world.beats()
+    assert world.poll() == []
     world.monitor.blind(world.now)
     world.monitor.see(world.now + LEASE_S / 2 - 0.1)
     assert world.monitor.observe(world.now + LEASE_S / 2, asleep) == []
@@ -303,6 +304,7 @@ def test_a_stopped_process_is_the_culprit_also_where_all_fell_silent():
     world = World(two(STARTUP + steps([0.2] * 200)))
     begun = world.ranks[0].starts[100]
     for rank in world.ranks:
+        rank.offset_s = 0.0  # so that both are equally far by what arrived
         rank.cut_at = rank.stuck_at = begun + 0.1
     world.ranks[1].stopped_at = begun + 0.1
     verdict = world.run(begun + 4.0)[0][1]
