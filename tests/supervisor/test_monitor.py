@@ -313,14 +313,14 @@ def test_a_rank_that_holds_its_interpreter_lock_is_the_culprit_however_far_it_ca
 
 def test_a_stopped_process_is_the_culprit_also_where_all_fell_silent():
     """The network to the store went with it, so that only the slots can tell the two apart."""
-    world = World(two(STARTUP + steps([0.2] * 200)))
+    world = World(two(STARTUP + steps([0.4] * 200)))
     begun = world.ranks[0].starts[100]
     for rank in world.ranks:
         rank.offset_s = 0.0  # so that both are equally far by what arrived
         rank.stuck_at = begun + 0.1
         rank.cut_at = begun + 0.6
     world.ranks[1].stopped_at = begun + 0.1
-    verdict = world.run(begun + 4.0)[0][1]
+    verdict = world.run(begun + 2.9)[0][1]
     assert (verdict.kind, verdict.ranks) == ("progress_stalled", (1,))
 
 
