@@ -294,6 +294,7 @@ class Worker:
 def main() -> None:
     """Become a rank: tie this process to its parent, read the spec, run."""
     _die_with_parent()
+    _log_plainly()
     arguments = argparse.ArgumentParser(prog="python -m trainer.process", description=__doc__)
     arguments.add_argument("--reports", type=int, required=True, metavar="FD")
     reports = Reports(arguments.parse_args().reports)
@@ -324,6 +325,14 @@ def main() -> None:
     worker = Worker(spec, reports)
     threading.Thread(target=worker.obey, args=(orders,), name="orders", daemon=True).start()
     worker.run()
+
+
+def _log_plainly() -> None:
+    plain = structlog.dev.ConsoleRenderer(
+        colors=False, exception_formatter=structlog.dev.plain_traceback
+    )
+    stamp = structlog.processors.TimeStamper(fmt="iso", utc=True)
+    structlog.configure(processors=[structlog.processors.add_log_level, stamp, plain])
 
 
 def _die_with_parent() -> None:

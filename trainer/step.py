@@ -152,8 +152,11 @@ def _bits(leaf: Any) -> Any:
     return leaf
 
 
-def _implementation(target: Any) -> str:
-    return str(jax.random.key_impl(target))
+def _implementation(target: Any) -> Any:
+    """Which generator an abstract key belongs to; only a traced key tells."""
+    found: list[Any] = []
+    jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), target)
+    return found[0]
 
 
 def _abstract(tree: Any, sharding: NamedSharding) -> Any:

@@ -1,0 +1,192 @@
+"""Real training processes without Ray: the harness plays the slot and the supervisor."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from trainer.environment import worker_environment
+
+Report = dict[str, Any]
+
+TINY: dict[str, Any] = {
+    "steps": 12,
+    "seed": 7,
+    "evaluate_every_steps": 6,
+    "evaluate_batches": 2,
+    "model": {"layers": 1, "width": 16, "heads": 2, "key_value_heads": 1, "hidden": 24},
+    "data": {"path": ["text.txt"], "batch_size": 4, "sequence_length": 16},
+    "optimizer": {"warmup_steps": 3},
+}
+EVERY_FOUR = {"every_steps": 4, "keep": 2}
+PATIENCE_S = 90.0
+
+
+def free_port() -> int:
+    """A port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def write_text(folder: Path) -> None:
+    """A text that a tiny model can learn something from."""
+    lines = [f"the square of {n} is {n * n}, and its half is {n / 2}\n" for n in range(600)]
+    (folder / "text.txt").write_text("".join(lines))
+
+
+class Rank:
+    """One training process, its orders and its reports."""
+
+    def __init__(self, spec: dict[str, Any], log: Path, python_path: str = "") -> None:
+        self.spec, self.log = spec, log
+        self.reports: list[Report] = []
+        self._arrived: queue.SimpleQueue[Report] = queue.SimpleQueue()
+        reading, writing = os.pipe()
+        env = worker_environment(1, 0, os.environ)
+        with log.open("wb") as opened:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "trainer.process", "--reports", str(writing)],
+                stdin=subprocess.PIPE,
+                stdout=opened,
+                stderr=subprocess.STDOUT,
+                pass_fds=(writing,),
+                start_new_session=True,
+                env={**env, **({"PYTHONPATH": python_path} if python_path else {})},
+            )
+        os.close(writing)
+        self._reader = threading.Thread(target=self._read, args=(reading,), daemon=True)
+        self._reader.start()
+        self.order(spec)
+
+    def order(self, order: dict[str, Any]) -> None:
+        """Write one JSON line to the process."""
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write((json.dumps(order) + "\n").encode())
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            pass  # it is dead; its reports say why
+
+    def until(self, *kinds: str, where: Callable[[Report], bool] = lambda _: True) -> Report:
+        """The next report of one of these kinds; "exit" comes when the process is gone."""
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            try:
+                report = self._arrived.get(timeout=max(0.01, deadline - time.monotonic()))
+            except queue.Empty:
+                raise AssertionError(f"no {kinds} within {PATIENCE_S} s{self._story()}") from None
+            if report["report"] in kinds and where(report):
+                return report
+            if report["report"] == "exit":
+                raise AssertionError(f"no {kinds}, the process ended{self._story()}")
+
+    def kinds(self) -> list[str]:
+        """The reports so far, by kind."""
+        return [report["report"] for report in self.reports]
+
+    def of(self, kind: str) -> list[Report]:
+        """The reports of one kind so far."""
+        return [report for report in self.reports if report["report"] == kind]
+
+    def signal(self, number: int) -> None:
+        """Send a signal; fine if the process is gone."""
+        if self.process.poll() is None:
+            os.kill(self.process.pid, number)
+
+    def end(self) -> None:
+        """Kill, reap, and read what was still in the pipe."""
+        self.signal(signal.SIGKILL)
+        self.process.wait()
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+        self._reader.join(10)
+
+    def _read(self, reading: int) -> None:
+        with os.fdopen(reading) as lines:
+            for line in lines:
+                report = json.loads(line)
+                self.reports.append(report)
+                self._arrived.put(report)
+        self._arrived.put({"report": "exit", "status": self.process.wait()})
+
+    def _story(self) -> str:
+        return f"\nreports: {self.reports}\nlog: {self.log.read_text()[-3000:]}"
+
+
+class World:
+    """Launches generations into one job directory and ends whatever it launched."""
+
+    def __init__(self, job_dir: Path) -> None:
+        self.job_dir = job_dir
+        self.config_dir = job_dir.parent
+        self._ranks: list[Rank] = []
+        job_dir.mkdir(parents=True, exist_ok=True)
+
+    def launch(
+        self,
+        *,
+        generation: int = 1,
+        world_size: int = 2,
+        trainer: dict[str, Any] | None = None,
+        restore_point: dict[str, Any] | None = None,
+        only: tuple[int, ...] | None = None,
+        port: int | None = None,
+        faults: dict[int, list[dict[str, Any]]] | None = None,
+        **more: Any,
+    ) -> list[Rank]:
+        """Start the ranks of a generation (or `only` some of them)."""
+        port = free_port() if port is None else port
+        started = []
+        for rank in range(world_size) if only is None else only:
+            spec = {
+                "job": "tiny",
+                "run_dir": str(self.job_dir),
+                "generation": generation,
+                "epoch": 1,
+                "role": "active",
+                "rank": rank,
+                "world_size": world_size,
+                "local_rank": rank,
+                "node_rank": 0,
+                "coordinator": f"127.0.0.1:{port}",
+                "config_dir": str(self.config_dir),
+                "trainer": TINY if trainer is None else trainer,
+                "checkpoint": EVERY_FOUR,
+                "restore_point": restore_point,
+                "heartbeat": None,
+                "beat_file": str(self.job_dir / f"beat-{generation}-{rank}"),
+                "drills": True,
+                "faults": (faults or {}).get(rank, []),
+                **more,
+            }
+            started.append(Rank(spec, self.job_dir / f"log-{generation}-{rank}"))
+        self._ranks += started
+        return started
+
+    def end(self) -> None:
+        """Leave no process behind."""
+        for rank in self._ranks:
+            rank.end()
+
+    def losses(self) -> dict[int, float]:
+        """Loss by step from metrics.jsonl; the highest generation wins."""
+        best: dict[int, tuple[int, float]] = {}
+        for line in (self.job_dir / "metrics.jsonl").read_text().splitlines():
+            row = json.loads(line)
+            known = best.get(row["step"], (-1, 0.0))
+            if row["generation"] >= known[0]:
+                best[row["step"]] = (row["generation"], row["loss"])
+        return {step: loss for step, (_, loss) in sorted(best.items())}

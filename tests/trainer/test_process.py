@@ -1,0 +1,298 @@
+"""Real processes over a real collective: what happens to them, and what they say about it."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.trainer.conftest import Undisturbed
+from tests.trainer.harness import TINY, Rank, Report, World
+from trainer.checkpoint import FINISHED_MARK
+from trainer.heartbeat import read_beat_file
+
+
+def newest(world: World, *, generation: int = 1) -> dict[str, Any]:
+    folder = world.job_dir / "checkpoints" / f"generation-{generation}"
+    steps = [int(mark.parent.name) for mark in folder.glob(f"*/{FINISHED_MARK}")]
+    return point(folder / str(max(steps)), generation)
+
+
+def point(path: Path, generation: int = 1) -> dict[str, Any]:
+    return {
+        "kind": "checkpoint",
+        "path": str(path),
+        "step": int(path.name),
+        "generation": generation,
+    }
+
+
+def fault(kind: str, **more: Any) -> dict[str, Any]:
+    return {"id": "f1", "kind": kind, **more}
+
+
+def completed(ranks: list[Rank]) -> list[Report]:
+    return [rank.until("completed") for rank in ranks]
+
+
+def same_end(world: World, ends: list[Report], undisturbed: Undisturbed) -> None:
+    assert world.losses() == undisturbed.losses
+    wanted = undisturbed.completed[0]
+    for end in ends:
+        assert end["params_digest"] == wanted["params_digest"]
+        assert end["loss"] == wanted["loss"]
+        assert end["held_out_loss"] == wanted["held_out_loss"]
+
+
+def test_a_run_reports_its_phases_its_checkpoints_and_its_end(undisturbed: Undisturbed) -> None:
+    """The supervisor knows a worker only by these reports."""
+    leader, follower = undisturbed.kinds
+    start = ["started", "phase", "phase", "phase", "ready", "stepped"]
+    assert follower == [*start, "completed"]
+    saved = ["checkpoint_committed"] * 3
+    assert sorted(leader) == sorted([*start, *saved, "completed"])
+    assert leader[:6] == start
+    first, second = undisturbed.completed
+    assert first["params_digest"] == second["params_digest"]
+    assert first["step"] == TINY["steps"]
+    assert list(undisturbed.losses) == list(range(TINY["steps"]))
+    assert first["held_out_loss"] < first["unigram_entropy"] + 3.0
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_rank_costs_no_bit_of_the_result(
+    world: World, undisturbed: Undisturbed, victim: int
+) -> None:
+    """A preempted worker must not change what the job computes (ray#37633, grain#1179)."""
+    ranks = world.launch(faults={1: [fault("sleep", step=9)]})
+    ranks[0].until("checkpoint_committed", where=lambda report: report["step"] == 8)
+    ranks[1].until("drill")
+    ranks[victim].order({"order": "fault", **fault("kill")})
+    assert ranks[victim].until("exit")["status"] == -signal.SIGKILL
+    for rank in ranks:
+        rank.end()
+    ranks = world.launch(generation=2, restore_point=newest(world))
+    assert ranks[0].until("ready")["step"] == 8
+    assert ranks[0].of("ready")[0]["differences"] == []
+    same_end(world, completed(ranks), undisturbed)
+
+
+def test_a_stop_ends_all_ranks_after_the_same_step_with_a_checkpoint(
+    world: World, undisturbed: Undisturbed
+) -> None:
+    """Ranks that stop one step apart hang in a collective and lose the last checkpoint."""
+    slow = [fault("sleep", step=step, seconds=0.3) for step in range(2, 12)]
+    ranks = world.launch(faults={1: slow})
+    ranks[0].until("stepped")
+    ranks[0].order({"order": "stop"})
+    last = ranks[0].until("stopping")["after_step"]
+    assert last < TINY["steps"] - 1
+    ranks[1].order({"order": "stop_after", "step": last})
+    assert ranks[1].until("acknowledged")["order"] == "stop_after"
+    ranks[0].order({"order": "go"})
+    assert [rank.until("saved")["step"] for rank in ranks] == [last + 1, last + 1]
+    assert ranks[0].of("checkpoint_committed")[-1]["step"] == last + 1
+    assert read_beat_file(world.job_dir / "beat-1-0").phase == "wait"
+    for rank in ranks:
+        rank.end()
+    ranks = world.launch(generation=2, restore_point=newest(world))
+    same_end(world, completed(ranks), undisturbed)
+    ranks[0].order({"order": "stop"})
+    assert ranks[0].until("saved")["step"] == TINY["steps"]
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_the_culprit_and_the_victim_of_an_exception_are_told_apart(
+    world: World, culprit: int
+) -> None:
+    """Who merely lost its peer must not be blamed (accelerate#4139, skypilot#10256)."""
+    ranks = world.launch(faults={culprit: [fault("raise", step=5)]})
+    raised = ranks[culprit].until("raised")
+    assert raised["error"]["type"] == "DrillError"
+    assert (raised["phase"], raised["step"]) == ("step", 5)
+    assert not raised["collective"]
+    assert not raised["startup"]
+    assert not raised["error"]["user"]
+    assert ranks[culprit].until("exit")["status"] == 1
+    victim = ranks[1 - culprit]
+    end = victim.until("raised", "exit")
+    if end["report"] == "raised":
+        assert end["collective"]
+        assert not end["error"]["user"]
+    else:  # the coordinator died with rank 0, and JAX aborts its clients
+        assert culprit == 0
+        assert end["status"] == -signal.SIGABRT
+
+
+def test_a_taken_port_is_a_failed_start_and_nobodys_fault(world: World) -> None:
+    """Another process may take the coordinator's port (SkyRL#1652); another port will do."""
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        ranks = world.launch(port=holder.getsockname()[1], only=(0,))
+        raised = ranks[0].until("raised")
+    assert raised["startup"]
+    assert not raised["error"]["user"]
+    assert raised["phase"] == "initialize"
+
+
+@pytest.mark.parametrize("present", [0, 1])
+def test_a_rank_that_waits_in_vain_for_its_peer_says_so_before_jax_aborts(
+    world: World, present: int
+) -> None:
+    """JAX ends such a process with SIGABRT and no word of its own."""
+    ranks = world.launch(only=(present,), join_timeout_s=3.0)
+    raised = ranks[0].until("raised")
+    assert raised["startup"]
+    assert "joined within" in raised["error"]["message"]
+    assert ranks[0].until("exit")["status"] == 1
+
+
+def test_a_flipped_byte_in_a_checkpoint_is_refused(world: World, undisturbed: Undisturbed) -> None:
+    """Orbax keeps no checksum over arrays: such bytes load silently."""
+    path = copied(undisturbed, world)
+    data = max(path.glob("state/ocdbt.process_0/d/*"), key=lambda file: file.stat().st_size)
+    raw = bytearray(data.read_bytes())
+    raw[len(raw) // 2] ^= 0x10
+    data.write_bytes(bytes(raw))
+    ranks = world.launch(generation=2, world_size=1, restore_point=point(path))
+    rejected = ranks[0].until("restore_rejected")
+    assert rejected["path"] == str(path)
+    assert "digest" in rejected["reason"] or "cannot be read" in rejected["reason"]
+    assert ranks[0].until("exit")["status"] == 1
+
+
+def test_a_kill_while_saving_leaves_nothing_that_looks_finished(world: World) -> None:
+    """A half-written step must never be taken for the newest (maxtext#5260)."""
+    trainer = {**TINY, "model": {**TINY["model"], "width": 256, "hidden": 4096}}
+    ranks = world.launch(world_size=1, trainer=trainer)
+    folder = world.job_dir / "checkpoints" / "generation-1" / "4"
+    deadline = time.monotonic() + 60
+    while not folder.exists() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    ranks[0].signal(signal.SIGKILL)
+    ranks[0].until("exit")
+    assert folder.exists()
+    assert "checkpoint_committed" not in ranks[0].kinds()
+    assert not (folder / FINISHED_MARK).exists()
+
+
+def test_a_save_that_fails_is_told_and_training_goes_on(
+    world: World, undisturbed: Undisturbed
+) -> None:
+    """A full or read-only disk must not end the job, nor pass unnoticed (orbax#605)."""
+    world.job_dir.joinpath("checkpoints").write_text("a file where a folder should be")
+    ranks = world.launch()
+    same_end(world, completed(ranks), undisturbed)
+    failed = ranks[0].of("checkpoint_failed")
+    assert [report["step"] for report in failed] == [4, 8, 12]
+    assert all("Error" in report["error"] for report in failed)
+    assert "checkpoint_committed" not in ranks[0].kinds()
+
+
+def test_a_missing_module_of_the_users_task_is_the_users_error(world: World) -> None:
+    """Retrying such an error ten times helps nobody (marin#4615)."""
+    (world.config_dir / "mine.py").write_text(
+        "from trainer.task import Task\nimport surely_not_there\n\nclass Mine(Task): pass\n"
+    )
+    ranks = world.launch(world_size=1, trainer={**TINY, "task": "mine:Mine"})
+    raised = ranks[0].until("raised")
+    error = raised["error"]
+    assert error["user"]
+    assert error["type"] == "ModuleNotFoundError"
+    assert "mine.py:2" in error["frame"]
+    assert error["traceback"].count("File ") == 1
+    assert error["traceback"].endswith("No module named 'surely_not_there'")
+    assert "stepped" not in ranks[0].kinds()
+
+
+def test_a_wrong_shape_in_the_users_step_is_shown_in_the_users_own_frames(world: World) -> None:
+    """A hundred frames of a compiler bury the one line that matters."""
+    (world.config_dir / "mine.py").write_text(
+        "import numpy as np\n"
+        "import jax.numpy as jnp\n"
+        "from trainer.task import Task\n\n"
+        "class Mine(Task):\n"
+        "    def init(self, key): return {'w': jnp.ones((3, 2))}\n"
+        "    def batch(self, step): return np.ones((2, 4), np.float32)\n"
+        "    def train_step(self, state, batch):\n"
+        "        return state, {'loss': (batch @ state['w']).mean()}\n"
+    )
+    ranks = world.launch(world_size=1, trainer={**TINY, "task": "mine:Mine"})
+    error = ranks[0].until("raised")["error"]
+    assert error["user"]
+    assert "mine.py:9 in train_step" in error["frame"]
+    assert error["traceback"].count("File ") == 1
+    assert "/jax/" not in error["traceback"]
+
+
+def test_a_missing_text_is_named_with_its_remedy(world: World) -> None:
+    """A path that is wrong is wrong at every retry."""
+    data = {**TINY["data"], "path": ["nowhere.txt"]}
+    ranks = world.launch(world_size=1, trainer={**TINY, "data": data})
+    error = ranks[0].until("raised")["error"]
+    assert error["user"]
+    assert error["type"] == "SettingsError"
+    assert "nowhere.txt does not exist" in error["message"]
+
+
+def test_running_out_of_memory_is_reported_like_any_error(world: World) -> None:
+    """A MemoryError must leave room for its own report."""
+    ranks = world.launch(world_size=1, faults={0: [fault("allocate", step=2)]})
+    raised = ranks[0].until("raised")
+    assert raised["error"]["type"] == "MemoryError"
+    assert not raised["error"]["user"]
+    assert raised["step"] == 2
+
+
+def test_drills_are_refused_unless_the_job_allows_them(world: World) -> None:
+    """An order to kill must not work on a job that is not a drill."""
+    ranks = world.launch(world_size=1, drills=False, faults={0: [fault("raise", step=2)]})
+    ranks[0].until("completed")
+    ranks[0].order({"order": "fault", **fault("kill")})
+    ranks[0].order({"order": "stop"})
+    ranks[0].until("saved")
+    assert "drill" not in ranks[0].kinds()
+    assert "fault refused" in ranks[0].log.read_text()
+
+
+def test_a_stuck_rank_has_a_lower_sequence_number_than_those_that_wait_for_it(
+    world: World,
+) -> None:
+    """The culprit of a hang is known by its place in the step (jax#38503)."""
+    ranks = world.launch(faults={1: [fault("sleep", step=5)]})
+    ranks[1].until("drill")
+    time.sleep(1.0)
+    waiting = read_beat_file(world.job_dir / "beat-1-0")
+    stuck = read_beat_file(world.job_dir / "beat-1-1")
+    assert (waiting.phase, waiting.step) == (stuck.phase, stuck.step) == ("step", 5)
+    assert stuck.seq < waiting.seq
+
+
+def test_a_process_ends_with_the_pipe_of_its_slot(world: World) -> None:
+    """Nobody reads the reports of an orphan (skypilot#9672)."""
+    ranks = world.launch(world_size=1, faults={0: [fault("sleep", step=2)]})
+    ranks[0].until("drill")
+    assert ranks[0].process.stdin is not None
+    ranks[0].process.stdin.close()
+    assert ranks[0].until("exit")["status"] == 0
+
+
+def test_a_spec_with_an_unknown_key_is_refused_by_name(world: World) -> None:
+    """A spec of another version must not be half understood."""
+    ranks = world.launch(world_size=1, surprise=1)
+    raised = ranks[0].until("raised")
+    assert "spec.surprise" in raised["error"]["message"]
+
+
+def copied(undisturbed: Undisturbed, world: World) -> Path:
+    import shutil
+
+    source = undisturbed.job_dir / "checkpoints" / "generation-1" / "8"
+    target = world.job_dir / "checkpoints" / "generation-1" / "8"
+    shutil.copytree(source, target)
+    return target
