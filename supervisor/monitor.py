@@ -13,8 +13,11 @@ from typing import Any, Literal
 from supervisor.deadlines import Deadlines
 from trainer.heartbeat import BeatMessage
 
-WITNESS_S = 1.0
-"""The longest that the second witness may take; silence from it is an answer too."""
+WITNESS_S = 1.5
+"""The longest that the second witness may take; silence from it is an answer too.
+
+More than the second that a slot is given, so that one that is mute does not cost the others' word.
+"""
 
 Member = tuple[int, int]
 """(generation, rank)."""

@@ -327,7 +327,15 @@ def test_a_slot_that_hangs_delays_the_polls_by_no_more_than_its_time_limit():
     watched.witness_takes_s = 1e9
     when, verdict = watched.run(46.0)[0]
     assert verdict.kind == "heartbeat_lost"
-    assert when <= 40.0 + LEASE_S + 1.0 + 4 * EVERY_S
+    assert when <= 40.0 + LEASE_S + 1.5 + 4 * EVERY_S
+
+
+def test_answers_that_take_the_whole_second_of_the_slots_still_count():
+    """All are asked together: one that is mute makes the word of the others arrive as late."""
+    watched = Watched(two(STARTUP + steps([0.3] * 1000), cut_at=30.0))
+    watched.witness_takes_s = 1.01
+    assert watched.run(120.0) == []
+    assert watched.monitor.broken_paths() == ((1, 1),)
 
 
 def test_a_witness_that_fails_is_an_answer_that_is_missing():
