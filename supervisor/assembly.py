@@ -37,6 +37,7 @@ from supervisor.lock import Lock, acquire
 from supervisor.past import Past, past_of
 from supervisor.performers import Performers
 from supervisor.status import snapshot
+from supervisor.workers import silence
 from trainer.heartbeat import BeatMessage
 
 log = structlog.get_logger(__name__)
@@ -89,8 +90,7 @@ class _Assembly:
         self.embedded_redis: EmbeddedRedis | None = None
         self.clock = Clock(wall=self.started_at, not_before=_last_at(journal))
         self.drills = Drills(settings.drills_allowed, settings.cluster.workers)
-        if settings.cluster.address == "local":
-            authenticate(run_dir)
+        authenticate(settings.cluster.address, run_dir)
         deadlines = settings.deadlines
         self.monitor = HeartbeatMonitor(
             Deadlines(deadlines, every_s=settings.heartbeats.every_s),
@@ -264,20 +264,7 @@ class _Assembly:
         self.daemon.post(e.ClusterLost(at=self.clock(), why=why))
 
     def _on_suspicion(self, suspicion: Suspicion) -> None:
-        common: dict[str, Any] = {
-            "at": self.clock(),
-            "generation": suspicion.generation,
-            "ranks": suspicion.ranks,
-            "phase": suspicion.phase,
-            "step": suspicion.step,
-            "silence_s": round(suspicion.silence_s, 3),
-        }
-        limit_s = round(suspicion.deadline_s, 3)
-        if suspicion.kind == "heartbeat_lost":
-            self.daemon.post(e.HeartbeatLost(**common, lease_s=limit_s))
-        else:
-            stalled = suspicion.stalled
-            self.daemon.post(e.ProgressStalled(**common, stalled=stalled, deadline_s=limit_s))
+        self.daemon.post(silence(suspicion, self.clock()))
 
     def _on_store_lost(self, why: str) -> None:
         self.blind_at = self.clock()
@@ -346,6 +333,7 @@ class _Assembly:
                 self._show(stack)
                 if self.past.state not in SAFE_STATES:
                     await self._sweep_leftovers()
+                await self._sweep_saves()
                 self._watch(stack)
                 return await self.daemon.run(after=self.past.state)
         finally:
@@ -423,6 +411,14 @@ class _Assembly:
     async def _sweep_leftovers(self) -> None:
         """A daemon vanished: what it left must be gone before anything is chosen or started."""
         await self.daemon.performers.reach_cluster()
+
+    async def _sweep_saves(self) -> None:
+        """Nobody lives, so what is unfinished now stays so."""
+        try:
+            for path in await RunFiles(self.run_dir).sweep_unfinished():
+                log.info("unfinished_save_deleted", path=str(path))
+        except OSError as error:
+            log.warning("unfinished_saves_not_deleted", why=str(error))
 
     async def _take_down(self) -> None:
         """End what this daemon started, and nothing else; each step whatever the others do."""

@@ -235,11 +235,13 @@ def _tell(move: Move, job: Job) -> None:
     facts = {
         key: value
         for key, value in move.event.to_dict().items()
-        if key not in ("event", "at", "generation", "error", "slots", "exits") and value != ""
+        if key not in ("event", "at", "generation", "error", "slots", "exits", "why")
     }
-    if "error" in (fields := move.event.to_dict()):
-        error = fields["error"]
+    error = getattr(move.event, "error", None)
+    if error is not None:
         facts["error"] = error if isinstance(error, str) else error.get("message")
+    if said := getattr(move.event, "why", ""):
+        facts["because"] = said
     log.info(
         move.event.name,
         source=move.source.name,

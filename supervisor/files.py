@@ -43,6 +43,10 @@ class RunFiles:
         """Delete what retention no longer keeps."""
         await asyncio.to_thread(restore_points.prune, self.run_dir, keep, set(verified))
 
+    async def sweep_unfinished(self) -> list[Path]:
+        """Delete the remains of saves that never ended; only while no worker lives."""
+        return await asyncio.to_thread(restore_points.sweep_unfinished, self.run_dir)
+
     async def write_evidence(
         self, incident: int, generation: int, evidence: Mapping[int, Mapping[str, Any]]
     ) -> None:

@@ -26,7 +26,11 @@ def snapshot(
     roster = daemon.performers.rosters.get(job.active)
     first = beats.get((job.active, 0))
     ready = roster.said.get("ready", {}).get(0, {}) if roster else {}
-    step = first.step if first and first.step >= 0 else job.result.get("step", job.restore_step)
+    step = (
+        first.step
+        if first and first.step >= 0
+        else max(job.result.get("step", 0), job.restore_step, job.committed_step)
+    )
     step_s = first.durations.get("step", (first.step_s or 0.0, 0.0))[0] if first else None
     return {
         "job": name,

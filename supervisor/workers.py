@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from supervisor.fsm import events as e
+from supervisor.monitor import Suspicion
 
 Record = dict[str, Any]
 
@@ -133,9 +134,27 @@ class Roster:
                 phase=str(record.get("phase") or self.phases[rank]),
                 step=_step(record),
                 primary=not (record.get("signal") == "SIGABRT" and _lost_a_peer(tail)),
-                detail=_last_words(tail),
+                # Nobody who is killed from outside has a last word on it.
+                detail="" if record.get("signal") == "SIGKILL" else _last_words(tail),
             )
         ]
+
+
+def silence(verdict: Suspicion, at: float) -> e.Event:
+    """The monitor's verdict as an event. `at` in seconds."""
+    common: dict[str, Any] = {
+        "at": at,
+        "generation": verdict.generation,
+        "ranks": verdict.ranks,
+        "phase": verdict.phase,
+        "step": verdict.step,
+        "silence_s": round(verdict.silence_s, 3),
+        "why": verdict.why,
+    }
+    limit_s = round(verdict.deadline_s, 3)
+    if verdict.kind == "heartbeat_lost":
+        return e.HeartbeatLost(**common, lease_s=limit_s)
+    return e.ProgressStalled(**common, stalled=verdict.stalled, deadline_s=limit_s)
 
 
 def _step(record: Record) -> int:

@@ -273,6 +273,7 @@ class HeartbeatLost(GenerationEvent):
     step: int
     silence_s: float
     lease_s: float
+    why: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -285,6 +286,7 @@ class ProgressStalled(GenerationEvent):
     step: int
     silence_s: float
     deadline_s: float
+    why: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -58,7 +58,10 @@ def test_every_name_in_the_table_is_a_method_of_the_job() -> None:
 def test_every_public_method_of_the_job_is_used_by_a_row() -> None:
     """A guard or action that no row names is dead code that looks alive."""
     used = {
-        name for row in TRANSITIONS for key in ("conditions", "before", "after") for name in row[key]
+        name
+        for row in TRANSITIONS
+        for key in ("conditions", "before", "after")
+        for name in row[key]
     }
     methods = {
         name

@@ -1,0 +1,204 @@
+"""Run a script in virtual time with the real daemon; the journal it leaves is a trace."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from supervisor.daemon import Clock, Daemon, header_of
+from supervisor.fsm import effects as x
+from supervisor.fsm import events as e
+from supervisor.fsm.job import Job, Limits
+from supervisor.heartbeats import Deadlines, HeartbeatMonitor, Suspicion, watch
+from supervisor.journal import Journal, Record, read_journal
+from supervisor.past import past_of
+from supervisor.performers import Performers
+from supervisor.workers import silence
+from tests.sim.world import Script, SimCluster, SimDisk, SimStore
+from tests.supervisor.virtual import AUTO, VirtualLoop
+
+JOB = "sim"
+EVERY_S = 0.25
+LEASE_S = 3.0
+LIMIT_S = 100_000.0
+
+
+@dataclass
+class Sim:
+    """A finished run."""
+
+    status: int
+    daemon: Daemon
+    cluster: SimCluster
+    disk: SimDisk
+    store: SimStore
+    records: list[Record]
+    virtual_s: float
+
+    @property
+    def moves(self) -> list[Record]:
+        return [record for record in self.records if record["kind"] == "move"]
+
+    @property
+    def names(self) -> list[str]:
+        """The events in order."""
+        return [move["event"]["event"] for move in self.moves]
+
+    @property
+    def states(self) -> list[str]:
+        """The states as they were entered."""
+        entered = ["PROVISIONING"]
+        for move in self.moves:
+            if move["target"] != entered[-1]:
+                entered.append(move["target"])
+        return entered
+
+    def event(self, name: str) -> dict[str, Any]:
+        """The first event of this name."""
+        return next(move["event"] for move in self.moves if move["event"]["event"] == name)
+
+
+Meddling = Callable[[Daemon, SimCluster], Any]
+
+
+def simulate(
+    path: Path,
+    script: Script,
+    *,
+    limits: Limits | None = None,
+    meddle: dict[float, Meddling] | None = None,
+    epoch: int = 1,
+    disk: SimDisk | None = None,
+) -> Sim:
+    """Run to the end. `meddle` maps virtual seconds to what is done then to (daemon, cluster)."""
+    loop = VirtualLoop()
+    try:
+        return loop.run_until_complete(
+            asyncio.wait_for(_run(path, script, limits, meddle or {}, epoch, disk), LIMIT_S)
+        )
+    finally:
+        loop.close()
+
+
+async def _run(
+    path: Path,
+    script: Script,
+    limits: Limits | None,
+    meddle: dict[float, Meddling],
+    epoch: int,
+    disk: SimDisk | None,
+) -> Sim:
+    disk = disk or SimDisk(script)
+    disk.script = script
+    cluster = SimCluster(script, disk)
+    store = SimStore(JOB, cluster)
+    monitor = HeartbeatMonitor(
+        Deadlines(SimpleNamespace(**AUTO), every_s=EVERY_S), lease_s=LEASE_S, every_s=EVERY_S
+    )
+    journal = Journal(path, epoch=epoch)
+    past = past_of(journal.records)
+    limits = limits or Limits()
+    clock = Clock(wall=1_000_000.0 * epoch)
+    blind_at = 0.0
+
+    def performers_of(daemon: Daemon) -> Performers:
+        return Performers(
+            workers=script.workers,
+            drain_s=limits.drain_s,
+            placement_timeout_s=60.0,
+            capacity_wait_s=limits.capacity_wait_s,
+            job=JOB,
+            cluster=cluster,
+            store=store,
+            monitor=monitor,
+            disk=disk,
+            timers=daemon.timers,
+            clock=clock,
+            spec_of=_spec,
+            result_of=lambda effect: effect.to_dict(),
+            on_outcome=daemon.post,
+            on_action=daemon.note_action,
+            on_bug=daemon.note_bug,
+            on_change=daemon.wake,
+        )
+
+    daemon = Daemon(
+        job=Job(
+            limits=limits,
+            generation=past.generation,
+            placement=past.placement,
+            incidents=past.incidents,
+            committed_step=past.committed_step,
+            progress_mark=past.committed_step,
+            verified=past.verified,
+        ),
+        journal=journal,
+        clock=clock,
+        header=header_of(job=JOB, limits=asdict(limits), settings_digest="0" * 16),
+        performers_of=performers_of,
+    )
+
+    def take(record: Record) -> None:
+        roster = daemon.performers.rosters.get(record["generation"])
+        for event in roster.take(record, clock()) if roster else []:
+            daemon.post(event)
+
+    def lose(ranks: tuple[int, ...], why: str, node_lost: bool) -> None:
+        kind = e.NodeLost if node_lost else e.SlotLost
+        daemon.post(kind(at=clock(), generation=daemon.job.active, ranks=ranks, why=why))
+
+    def suspect(found: Suspicion) -> None:
+        daemon.post(silence(found, clock()))
+
+    def lost(why: str) -> None:
+        nonlocal blind_at
+        blind_at = clock()
+        daemon.post(e.HeartbeatStoreLost(at=blind_at, why=why))
+
+    def recovered() -> None:
+        blind_s = round(clock() - blind_at, 3)
+        daemon.post(e.HeartbeatStoreRecovered(at=clock(), blind_s=blind_s))
+
+    cluster.on_record, cluster.on_slot_lost = take, lose
+    watcher = asyncio.create_task(
+        watch(
+            job=JOB,
+            monitor=monitor,
+            store=store,
+            witness=cluster.witness,
+            every_s=EVERY_S,
+            on_suspicion=suspect,
+            on_store_lost=lost,
+            on_store_recovered=recovered,
+            on_beats=lambda beats: None,
+        )
+    )
+    loop = asyncio.get_running_loop()
+    for seconds, what in meddle.items():
+        loop.call_later(seconds, what, daemon, cluster)
+    try:
+        status = await daemon.run(after=past.state)
+    finally:
+        watcher.cancel()
+        await asyncio.gather(watcher, return_exceptions=True)
+        journal.close()
+    return Sim(
+        status=status,
+        daemon=daemon,
+        cluster=cluster,
+        disk=disk,
+        store=store,
+        records=list(read_journal(path)),
+        virtual_s=loop.time(),
+    )
+
+
+def _spec(effect: x.StartWorkers, rank: int) -> dict[str, Any]:
+    point = None
+    if effect.kind != "seed":
+        point = {"path": effect.path, "step": effect.step, "generation": effect.saved_by}
+    return {"rank": rank, "restore_point": point}

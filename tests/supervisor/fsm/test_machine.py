@@ -1,0 +1,210 @@
+"""The door and the machine: stale words change nothing, bugs change nothing, replays agree."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from supervisor.fsm import events as e
+from supervisor.fsm.effects import KillWorkers, RestoreWorkers, StartWorkers
+from supervisor.fsm.job import Job, Limits
+from supervisor.fsm.machine import JobMachine, UnexpectedEvent, table_digest
+from supervisor.fsm.states import TERMINAL, State
+from supervisor.fsm.table import IMPOSSIBLE
+from supervisor.replay import replay
+
+EXTERNAL = [event for event in e.EVENTS.values() if event not in e.RAISED]
+
+
+def crashed(generation: int = 1, **given: Any) -> e.WorkerCrashed:
+    facts: dict[str, Any] = {"ranks": (1,), "status": None, "signal": "SIGKILL", "phase": "step"}
+    facts |= {"step": 5, "primary": True, "detail": ""}
+    return e.WorkerCrashed(at=1.0, generation=generation, **{**facts, **given})
+
+
+def selected(generation: int = 1, step: int = 0) -> e.RestorePointSelected:
+    kind = "checkpoint" if step else "seed"
+    return e.RestorePointSelected(
+        at=0.0, generation=generation, kind=kind, step=step, path="p" if step else "", saved_by=0
+    )
+
+
+def running(**given: Any) -> JobMachine:
+    """A machine whose generation 1 trains."""
+    machine = JobMachine(Job(**given))
+    placed = e.SlotsPlaced(at=0.0, generation=1, placement=1, slots=())
+    for event in (
+        e.JobStarted(at=0.0, after=""),
+        selected(),
+        placed,
+        e.WorkersInitialized(at=0.0, generation=1, step=0),
+    ):
+        machine.handle(event)
+    assert machine.job.state is State.RUNNING
+    return machine
+
+
+def test_a_late_word_from_a_dead_generation_is_recorded_and_changes_nothing() -> None:
+    """A frozen worker that wakes up an hour later must not end the generation that replaced it."""
+    machine = running()
+    machine.handle(crashed())
+    machine.handle(e.EvidenceCollected(at=2.0, generation=1, missing=()))
+    machine.handle(e.WorkersGone(at=3.0, generation=1, exits=()))
+    machine.handle(selected(2))
+    before = machine.job.to_dict()
+    (move,) = machine.handle(crashed(1))
+    assert move.why.startswith("stale")
+    assert move.effects == ()
+    assert machine.job.to_dict() == before
+
+
+def test_a_generation_that_was_never_issued_is_a_bug() -> None:
+    """A number out of nowhere means that somebody else writes into our inbox."""
+    with pytest.raises(UnexpectedEvent, match="never issued"):
+        running().handle(crashed(2))
+
+
+def test_a_standby_may_not_speak_for_the_active_generation() -> None:
+    """Roles are in the core from the start: a crash of a standby is no crash of the job."""
+    machine = running()
+    machine.job.generation, machine.job.standby = 2, 2
+    (move,) = machine.handle(crashed(2))
+    assert move.target is State.RUNNING
+    assert move.effects == ()
+
+
+def test_a_leaving_generation_leaves_once() -> None:
+    """Its exit ends its role; whatever else it says is stale."""
+    machine = running()
+    machine.job.generation, machine.job.active, machine.job.leaving = 2, 2, (1,)
+    (move,) = machine.handle(crashed(1))
+    assert "leaving" in move.why
+    machine.handle(e.WorkersGone(at=3.0, generation=1, exits=()))
+    assert machine.job.leaving == ()
+    assert machine.job.state is State.RUNNING
+
+
+def test_a_raised_event_from_outside_is_a_bug() -> None:
+    """Nobody but the core grants a retry."""
+    granted = e.RetryGranted(at=0.0, generation=1, budget="worker", spent=1, limit=9, backoff_s=0.0)
+    with pytest.raises(UnexpectedEvent, match="wrong side"):
+        running().handle(granted)
+
+
+def test_a_bug_changes_nothing() -> None:
+    """The machine works on a copy: after an exception the job is what it was."""
+    machine = running()
+    before = machine.job.to_dict()
+    with pytest.raises(UnexpectedEvent):
+        machine.handle(crashed(7))
+    assert machine.job.to_dict() == before
+
+
+def test_a_deadline_is_void_when_its_owner_has_ended() -> None:
+    """A backoff of an earlier RESTORING must not start workers in a later one."""
+    machine = running()
+    stale = e.DeadlinePassed(at=9.0, id="backoff", owner="entry:1")
+    (move,) = machine.handle(stale)
+    assert move.why.startswith("stale")
+
+
+def test_no_workers_start_before_the_last_ones_are_gone() -> None:
+    """Two living generations could both write checkpoints."""
+    machine = running()
+    moves = machine.handle(crashed())
+    moves += machine.handle(e.EvidenceCollected(at=2.0, generation=1, missing=()))
+    assert [type(x) for move in moves for x in move.effects].count(KillWorkers) == 1
+    assert not any(isinstance(x, StartWorkers) for move in moves for x in move.effects)
+    machine.handle(e.WorkersGone(at=3.0, generation=1, exits=()))
+    (move,) = machine.handle(selected(2))
+    assert [type(x) for x in move.effects] == [RestoreWorkers]
+
+
+def test_the_job_survives_its_own_record() -> None:
+    """The daemon rebuilds itself from the `job` line of the journal."""
+    machine = running()
+    machine.handle(crashed())
+    record = json.loads(json.dumps(machine.job.to_dict()))
+    assert Job.from_dict(record) == machine.job
+
+
+@pytest.mark.parametrize("event", EXTERNAL, ids=lambda event: event.name)
+def test_an_event_survives_its_own_record(event: type[e.Event]) -> None:
+    """What replay reads is what was handled."""
+    made = _make(event, 1, 0)
+    record = json.loads(json.dumps(made.to_dict()))
+    assert e.Event.from_dict(record).to_dict() == e.Event.from_dict(made.to_dict()).to_dict()
+
+
+@pytest.mark.parametrize(
+    "record",
+    [{}, {"event": "worker_exploded"}, {"event": "job_started"}, {"event": ["job_started"]},
+     {"event": "job_started", "at": 0, "after": "", "colour": "red"}],
+)  # fmt: skip
+def test_an_unreadable_event_says_what_is_wrong(record: dict[str, Any]) -> None:
+    """A trace of another version must not raise a TypeError from nowhere."""
+    with pytest.raises(e.UnreadableEvent, match=r"event|field"):
+        e.Event.from_dict(record)
+
+
+def _make(kind: type[e.Event], generation: int, salt: int) -> e.Event:
+    """An event with plausible fields."""
+    values: dict[str, Any] = {
+        "at": float(salt), "generation": generation, "ranks": (salt % 2,), "stalled": (0, 1),
+        "error": {"type": "KeyError", "message": "x", "frame": "f", "user": salt % 3 == 0},
+        "missing": (), "exits": ((0, None, "SIGKILL"),), "slots": (), "pids": (), "step": salt,
+        "owner": f"entry:{salt % 9}", "id": ("last_call", "backoff", "drain", "capacity")[salt % 4],
+        "primary": salt % 2 == 0, "now": salt % 5 == 0, "by": "operator", "unproven": ("pid 1",),
+        "status": None, "signal": "SIGKILL", "kind": "checkpoint" if salt % 2 else "seed",
+        "loss": None, "held_out_loss": None,
+    }  # fmt: skip
+    given: dict[str, Any] = {}
+    for field in fields(kind):
+        kinds = {"str": "x", "int": 1, "float": 1.0, "bool": False}
+        value = values.get(field.name, kinds.get(str(getattr(field.type, "__name__", "")), "x"))
+        if field.name == "error" and field.type is str:
+            value = "an error"
+        given[field.name] = value
+    return kind(**given)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(EXTERNAL), st.integers(0, 40)), max_size=60))
+def test_random_walks_keep_the_invariants_and_replay(
+    story: list[tuple[type[e.Event], int]],
+) -> None:
+    """Whatever happens in whatever order, the promises of the core hold."""
+    limits = Limits(failures_max=3, no_progress_max=2)
+    machine = JobMachine(Job(limits=limits))
+    header = {"kind": "header", "seq": 1, "table": table_digest(), "schema": 1}
+    first = {"kind": "job", "seq": 2, "job": json.loads(json.dumps(machine.job.to_dict()))}
+    records: list[dict[str, Any]] = [header, first]
+    started: list[tuple[type[e.Event], int]] = [(e.JobStarted, 0), *story]
+    killed: set[int] = set()
+    launched: list[int] = []
+    for kind, salt in started:
+        job = machine.job
+        generation = max(1, job.generation - (salt % 7 == 6))
+        if (kind, job.state) in IMPOSSIBLE or (not job.generation and kind is not e.JobStarted):
+            continue
+        state = job.state
+        for move in machine.handle(_make(kind, generation, salt)):
+            records.append({"kind": "move", "seq": 0, **json.loads(json.dumps(move.to_dict()))})
+            killed |= {x.generation for x in move.effects if isinstance(x, KillWorkers)}
+            for effect in move.effects:
+                if isinstance(effect, StartWorkers):
+                    assert all(earlier in killed for earlier in launched)
+                    launched.append(effect.generation)
+        assert launched == sorted(set(launched)), "a generation was started twice"
+        assert len(machine.job.spent.get("worker", ())) <= limits.failures_max
+        if state in TERMINAL:
+            assert machine.job.state is state
+        if machine.job.state in TERMINAL:
+            assert machine.job.exit_status >= 0
+    report = replay(records)
+    assert report.difference == ""
