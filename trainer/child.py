@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from trainer.heartbeat import HeartbeatError, read_beat_file
 from trainer.processes import (
     Identity,
     Row,
@@ -194,6 +195,7 @@ class Child:
             "status": status if status >= 0 else None,
             "signal": signal_name(-status) if status < 0 else None,
             "log_tail": log_tail(self.launch.log_path, lines=20),
+            **_last_beat(self.launch.beat_file),
         }
         self._publish(self.exit)
         self.survivors = self._end_group(_GROUP_LIMIT_S)
@@ -262,6 +264,15 @@ def _parse(line: bytes) -> Report:
         return report
     text = line[:200].decode(errors="replace")
     return {"report": "unreadable", "at": time.time(), "text": text}
+
+
+def _last_beat(path: Path) -> dict[str, Any]:
+    """What the child was doing when it ended, as far as its beat file tells."""
+    try:
+        beat = read_beat_file(path)
+    except (OSError, HeartbeatError):
+        return {}
+    return {"phase": beat.phase, "step": beat.step}
 
 
 def _spawn(
