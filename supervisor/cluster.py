@@ -8,8 +8,8 @@ slot says, and imports Ray only once connected.
 import asyncio
 import contextlib
 import json
+import threading
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -17,8 +17,8 @@ from typing import Any, Protocol, TypeVar
 from supervisor import ray_calls
 from supervisor.embedded import EmbeddedRay
 from supervisor.errors import EverstepError
-from trainer.child import end_orphans, log_path, log_tail, machine
-from trainer.processes import Identity, await_end
+from trainer.child import end_generation, end_orphans, log_path, log_tail, machine
+from trainer.processes import Identity
 from trainer.worker import COMMAND, POLL_S
 
 T = TypeVar("T")
@@ -35,6 +35,9 @@ _TABLE_LIMIT_S = 5.0
 _DOUBT_PAUSE_S = 0.25
 _SAME_MOMENT_S = 0.02  # deaths this close together are told as one
 _PLACEMENT_PAUSE_S = 0.05
+_LEAVE_AFTER_S = 30.0
+_PATIENCE_S = 5.0  # with a slot that does not answer to `kill`
+_THREADS = 4  # Ray's calls may hang with its head; more would hang in vain
 
 
 class ClusterError(EverstepError):
@@ -176,8 +179,7 @@ class RayCluster:
         self._command = list(command)
         self._prefix = ray_calls.prefix(self._run_dir)
         self._head = EmbeddedRay(self._run_dir) if settings.address == "local" else None
-        # Ray's own calls may hang with its head; what hangs must not take asyncio's threads.
-        self._threads = ThreadPoolExecutor(4, thread_name_prefix="ray-call")
+        self._free_threads = asyncio.Semaphore(_THREADS)
         self._slots: tuple[Slot, ...] = ()
         self._actors: tuple[Any, ...] = ()
         self._machines: tuple[str, ...] = ()
@@ -185,14 +187,20 @@ class RayCluster:
         self._started: dict[int, dict[int, Identity]] = {}
         self._watches: list[asyncio.Task[None]] = []
         self._guard: asyncio.Task[None] | None = None
+        self._is_lost = False
         self._news: dict[tuple[str, bool], list[int]] = {}
 
     async def connect(self) -> None:
-        """Start or find the head, then connect. Raises ClusterUnusable or ClusterError."""
+        """Start or find the head, then connect. Raises ClusterUnusable or ClusterError.
+
+        After the loss of a cluster: its slots are dead, and `kill` proves their children gone.
+        """
+        self._forget("its cluster was lost")
         address = self._settings.address
         if self._head is not None:
             address = await self._in_thread(_CONNECT_LIMIT_S, self._head.ensure)
         await self._in_thread(_CONNECT_LIMIT_S, ray_calls.connect, address)
+        self._is_lost = False
         if self._on_cluster_lost is not None:
             self._guard = self._spawn(self._watch_cluster(self._on_cluster_lost))
 
@@ -229,8 +237,8 @@ class RayCluster:
             async with asyncio.timeout(timeout_s):
                 await self._place(placement)
         except TimeoutError:
-            short = await self.shortage()
             await self._give_back()
+            short = await self.shortage()
             reason = f"; the cluster is too small: it {short}" if short else ""
             raise PlacementTimedOut(
                 f"{self._settings.workers} slots did not come within {timeout_s:.0f} s{reason}"
@@ -337,15 +345,15 @@ class RayCluster:
 
     async def disconnect(self, stop_head: bool) -> None:
         """Slots that were not released live on, unless the head ends."""
-        self._stop_watching()
-        if self._guard is not None:
-            self._guard.cancel()
+        self._forget("the daemon has left the cluster")
+        head = self._head if stop_head else None
+        if head is not None and self._is_lost:
+            await self._in_thread(_DISCONNECT_LIMIT_S, head.stop)
         # Where Ray hangs at this, the process that ends next does not need it.
         with contextlib.suppress(ClusterError):
             await self._in_thread(_DISCONNECT_LIMIT_S, ray_calls.disconnect)
-        if stop_head and self._head is not None:
-            await self._in_thread(_DISCONNECT_LIMIT_S, self._head.stop)
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        if head is not None and not self._is_lost:
+            await self._in_thread(_DISCONNECT_LIMIT_S, head.stop)
 
     # Placing
 
@@ -452,34 +460,38 @@ class RayCluster:
     ) -> tuple[Exit | None, str | None]:
         """How a rank ended, or why that is not known."""
         where = f"rank {slot.rank} of generation {generation} on {slot.host}"
-        if slot.rank in self._dead:
-            return await self._prove_gone(slot, generation, timeout_s, where)
-        try:
-            answer = await self._tell(
-                slot.rank, "kill", generation, timeout_s, limit_s=timeout_s + 1
-            )
-        except SlotDied:
-            return await self._prove_gone(slot, generation, timeout_s, where)
-        except ClusterError as error:
-            return None, f"{where}: {error}"
-        if answer["survivors"]:
-            pids = ", ".join(map(str, answer["survivors"]))
-            return None, f"{where}: pid {pids} still there {timeout_s:.1f} s after SIGKILL"
-        end = answer["exit"]
-        return end and _exit(slot.rank, end), None
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        while True:
+            left_s = max(0.0, deadline - asyncio.get_running_loop().time())
+            turn_s = min(left_s, _PATIENCE_S)
+            try:
+                answer = await self._tell(slot.rank, "kill", generation, turn_s, limit_s=turn_s + 1)
+            except (SlotDied, SlotSilent) as error:
+                if self._machines[slot.rank] == machine():
+                    return await self._end_here(slot, generation, left_s, where)
+                doubt = f"{where}: {error}"
+                if isinstance(error, SlotDied):
+                    return None, doubt
+            except ClusterError as error:
+                return None, f"{where}: {error}"
+            else:
+                if not answer["survivors"]:
+                    end = answer["exit"]
+                    return end and _exit(slot.rank, end), None
+                pids = ", ".join(map(str, answer["survivors"]))
+                doubt = f"{where}: pid {pids} still there {timeout_s:.1f} s after SIGKILL"
+            if left_s <= turn_s:
+                return None, doubt
 
-    async def _prove_gone(
+    async def _end_here(
         self, slot: Slot, generation: int, timeout_s: float, where: str
     ) -> tuple[Exit | None, str | None]:
-        """A child dies with its slot; on this machine we can see that it did."""
-        child = self._started.get(generation, {}).get(slot.rank)
-        if child is None and generation not in self._started:
+        """End a rank on this machine without its slot, which is dead or does not answer."""
+        if generation not in self._started:
             return None, None
-        if self._machines[slot.rank] != machine():
-            pid = child.pid if child else "unknown"
-            return None, f"{where}: pid {pid} of a slot that died cannot be seen from here"
-        left = await self._in_thread(timeout_s + 1, await_end, [child] if child else [], timeout_s)
-        left += await self._in_thread(timeout_s + 1, end_orphans, self._run_dir, timeout_s)
+        owner = Identity(pid=slot.pid, started_at=slot.started_at)
+        arguments = (self._run_dir, generation, owner, timeout_s)
+        left = await self._in_thread(timeout_s + 1, end_generation, *arguments)
         if left:
             return None, f"{where}: pid {', '.join(str(one.pid) for one in left)} still there"
         tail = log_tail(log_path(self._run_dir, generation, slot.rank), lines=20)
@@ -506,10 +518,19 @@ class RayCluster:
                 await asyncio.sleep(_DOUBT_PAUSE_S)
                 continue
             if answer["lost"]:
-                self._on_record({"report": "lost", "count": answer["lost"], "rank": rank})
+                first = {key: answer["records"][0][key] for key in ("generation", "rank")}
+                self._on_record({"report": "lost", "count": answer["lost"], **first})
             for record in answer["records"]:
                 self._on_record(record)
             after = answer["last"]
+
+    def _forget(self, why: str) -> None:
+        """No slot can be asked any more."""
+        self._stop_watching()
+        if self._guard is not None:
+            self._guard.cancel()
+            self._guard = None
+        self._dead = {slot.rank: why for slot in self._slots}
 
     def _stop_watching(self) -> None:
         for watch in self._watches:
@@ -548,7 +569,13 @@ class RayCluster:
                 misses = 0
             except ClusterError:
                 misses += 1
+        self._is_lost = True
         on_lost("the job's own Ray head has died" if self._head else "Ray's head does not answer")
+        # Ray's own code ends this process 61 s after the head, so we have to leave before. Until
+        # then slots that live may still be told to end their children.
+        await asyncio.sleep(_LEAVE_AFTER_S)
+        self._dead = {slot.rank: "its cluster was lost" for slot in self._slots}
+        await self._in_thread(_DISCONNECT_LIMIT_S, ray_calls.disconnect)
 
     # Asking
 
@@ -604,11 +631,8 @@ class RayCluster:
         return dict(answer)
 
     async def _in_thread(self, limit_s: float, call: Callable[..., T], *arguments: Any) -> T:
-        loop = asyncio.get_running_loop()
         try:
-            return await asyncio.wait_for(
-                loop.run_in_executor(self._threads, call, *arguments), limit_s
-            )
+            return await asyncio.wait_for(self._run_in_thread(call, arguments), limit_s)
         except (EverstepError, asyncio.CancelledError):
             raise
         except TimeoutError as error:
@@ -617,6 +641,33 @@ class RayCluster:
         except Exception as error:  # Ray raises of every kind when its head is out of reach
             text = f"{type(error).__name__}: {_first_line(error)}"
             raise ClusterError(f"Ray: {call.__name__}: {text}") from error
+
+    async def _run_in_thread(self, call: Callable[..., T], arguments: tuple[Any, ...]) -> T:
+        """In a thread that the interpreter does not wait for at its end, should it hang."""
+        loop = asyncio.get_running_loop()
+        await self._free_threads.acquire()
+        outcome: asyncio.Future[T] = loop.create_future()
+
+        def finish(result: T | None, error: BaseException | None) -> None:
+            self._free_threads.release()
+            if outcome.done():  # nobody waits any more
+                return
+            if error is not None:
+                outcome.set_exception(error)
+            else:
+                outcome.set_result(result)  # type: ignore[arg-type]  # it is a T without error
+
+        def run() -> None:
+            result, error = None, None
+            try:
+                result = call(*arguments)
+            except BaseException as raised:
+                error = raised
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                loop.call_soon_threadsafe(finish, result, error)
+
+        threading.Thread(target=run, name=call.__name__, daemon=True).start()
+        return await outcome
 
     def _spawn(self, watch: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(watch)
@@ -662,6 +713,9 @@ def _first_line(error: BaseException) -> str:
 
 def _reason(error: BaseException) -> str:
     """The one sentence of Ray's long text that says why."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = str(error) or type(error).__name__
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    if "creation task" in lines[0]:
+        return f"it could not be created: {lines[-1]}"
     told = [line for line in lines if line.startswith(("The actor is", "The actor died because"))]
-    return (told or lines or [type(error).__name__])[-1].partition(". ")[0]
+    return (told or lines)[-1].partition(". ")[0]

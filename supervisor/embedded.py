@@ -45,15 +45,14 @@ class RedisAddress:
     password: str
 
 
-def authenticate(address: str, run_dir: Path) -> None:
+def authenticate(run_dir: Path) -> None:
     """Let this process speak to the job's own head: make its token, set Ray's variables.
 
-    Call it before anything imports Ray, which reads them once. For another cluster than "local"
-    nothing is done: how to speak to that is in the operator's environment.
+    Call it before anything imports Ray, which reads them once, and only for `address = "local"`:
+    how to speak to another cluster is in the operator's environment.
     """
-    if address == "local":
-        os.environ.pop("RAY_AUTH_TOKEN", None)
-        os.environ.update(_ray_variables(_token(run_dir)))
+    os.environ.pop("RAY_AUTH_TOKEN", None)
+    os.environ.update(_ray_variables(_token(run_dir)))
 
 
 def _token(run_dir: Path) -> Path:

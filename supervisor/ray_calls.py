@@ -64,10 +64,18 @@ def disconnect() -> None:
     ray.shutdown()
 
 
-def nodes() -> list[Node]:
-    """The cluster's nodes, dead ones included."""
+def _connected() -> Any:
+    """Ray, whose calls would start a cluster of their own where there is no connection."""
     import ray
 
+    if not ray.is_initialized():
+        raise RuntimeError("not connected to a cluster")
+    return ray
+
+
+def nodes() -> list[Node]:
+    """The cluster's nodes, dead ones included."""
+    table: list[dict[str, Any]] = _connected().nodes()
     return [
         Node(
             id=one["NodeID"],
@@ -75,7 +83,7 @@ def nodes() -> list[Node]:
             is_alive=one["Alive"],
             resources=one.get("Resources", {}),
         )
-        for one in ray.nodes()  # type: ignore[no-untyped-call]
+        for one in table
     ]
 
 
@@ -112,6 +120,7 @@ def rank_order(at: Sequence[str], devices: Sequence[Sequence[str]]) -> list[int]
 
 def create_group(name: str, bundle: Mapping[str, float], workers: int, placement: str) -> Any:
     """Ask for a detached placement group of `workers` equal bundles; it need not be there yet."""
+    _connected()
     from ray.util import placement_group
 
     return placement_group(
@@ -124,6 +133,7 @@ def create_group(name: str, bundle: Mapping[str, float], workers: int, placement
 
 def group_nodes(group: Any) -> list[str] | None:
     """The node of each bundle, once all are reserved."""
+    _connected()
     from ray.util import placement_group_table
 
     table = placement_group_table(group)
@@ -159,7 +169,7 @@ def create_slot(
     arguments: Mapping[str, Any],
 ) -> Any:
     """Start a slot's actor in bundle `index`; the handle, before the actor is up."""
-    import ray
+    ray = _connected()
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     own = {key: amount for key, amount in bundle.items() if key not in ("CPU", "GPU")}
@@ -176,15 +186,13 @@ def create_slot(
             placement_group=group, placement_group_bundle_index=index
         ),
     }
-    remote: Any = ray.remote  # its types do not know concurrency groups
-    actor_class = remote(concurrency_groups=GROUPS)(ResilientWorker)
+    actor_class = ray.remote(concurrency_groups=GROUPS)(ResilientWorker)
     return actor_class.options(**options).remote(**arguments)
 
 
 def find_slots(name_prefix: str) -> dict[str, Any]:
     """The living slot actors whose names start so."""
-    import ray
-
+    ray = _connected()
     found = {}
     for entry in ray.util.list_named_actors(all_namespaces=True):
         if entry["namespace"] == NAMESPACE and entry["name"].startswith(name_prefix):
@@ -197,8 +205,7 @@ def find_slots(name_prefix: str) -> dict[str, Any]:
 
 def kill_slots(actors: Sequence[Any]) -> None:
     """End slot actors; their children die with them."""
-    import ray
-
+    ray = _connected()
     for actor in actors:
         ray.kill(actor, no_restart=True)
 
@@ -213,6 +220,7 @@ def await_no_slots(name_prefix: str, timeout_s: float) -> None:
 
 
 def _groups(name_prefix: str) -> list[str]:
+    _connected()
     from ray.util import placement_group_table
 
     return [

@@ -326,7 +326,7 @@ def slot_mark() -> str:
     """Names this process, as the owner of its children, to any process of the same machine."""
     row = look(os.getpid())
     assert row is not None
-    return f"{machine()} {row.identity.pid} {row.identity.started_at}"
+    return _mark_of(row.identity)
 
 
 def end_orphans(run_dir: Path, timeout_s: float) -> tuple[Identity, ...]:
@@ -340,6 +340,27 @@ def end_orphans(run_dir: Path, timeout_s: float) -> tuple[Identity, ...]:
         if row.is_alive and _is_orphan(environment(row.identity.pid), run_dir)
     ]
     return end(found, timeout_s)
+
+
+def end_generation(
+    run_dir: Path, generation: int, slot: Identity, timeout_s: float
+) -> tuple[Identity, ...]:
+    """End a generation of a slot on this machine without the slot's help; what could not be."""
+    marks = {RUN: str(run_dir), GENERATION: str(generation), SLOT: _mark_of(slot)}
+    deadline = time.monotonic() + timeout_s
+    while True:
+        found = [
+            row.identity
+            for row in look_at_all().values()
+            if row.is_alive and marks.items() <= environment(row.identity.pid).items()
+        ]
+        left = end(found, max(0.0, deadline - time.monotonic()))
+        if not found or time.monotonic() >= deadline:
+            return left
+
+
+def _mark_of(slot: Identity) -> str:
+    return f"{machine()} {slot.pid} {slot.started_at}"
 
 
 def _is_orphan(marks: Mapping[str, str], run_dir: Path) -> bool:
