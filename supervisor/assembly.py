@@ -90,7 +90,8 @@ class _Assembly:
         self.embedded_redis: EmbeddedRedis | None = None
         self.clock = Clock(wall=self.started_at, not_before=_last_at(journal))
         self.drills = Drills(settings.drills_allowed, settings.cluster.workers)
-        authenticate(settings.cluster.address, run_dir)
+        if settings.cluster.address == "local":
+            authenticate(run_dir)
         deadlines = settings.deadlines
         self.monitor = HeartbeatMonitor(
             Deadlines(deadlines, every_s=settings.heartbeats.every_s),
