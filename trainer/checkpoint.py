@@ -135,7 +135,7 @@ class Saver:
         full = {**meta, "digests": by_leaf, "leaves": forms, "params_digest": total}
         _write(path, host, full)
         _flush(path)
-        read_back = _read_state(path, jax.tree.map(_blank, host))
+        read_back = _read_state(path, host)
         if digests(read_back)[2] != total:
             raise OSError(f"{path} does not read back as it was written")
         size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
@@ -253,8 +253,9 @@ def _read_meta(path: Path) -> Meta:
 def _read_state(path: Path, target: Host) -> Host:
     import orbax.checkpoint as ocp
 
+    blank = jax.tree.map(_blank, target)
     restored = _checkpointer().restore(
-        path, args=ocp.args.Composite(state=ocp.args.StandardRestore(target))
+        path, args=ocp.args.Composite(state=ocp.args.StandardRestore(blank))
     )
     return jax.tree.map(lambda _, leaf: np.asarray(leaf), target, restored.state)
 

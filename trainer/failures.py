@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import sysconfig
 import traceback
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ _LOST_PEER = (
     "DEADLINE_EXCEEDED",
 )
 _LOST_PEER_TYPES = frozenset({"ValueError", "JaxRuntimeError", "XlaRuntimeError", "RuntimeError"})
+_ABORTED_FOR_A_PEER = "the JAX distributed service detected fatal errors"
 _PORT_TAKEN = ("Failed to start RPC server", "Address already in use", "Failed to add port")
 
 _TRAINER = Path(__file__).resolve().parent
@@ -92,6 +94,14 @@ def lost_a_peer(error: BaseException) -> bool:
     if type(error).__name__ not in _LOST_PEER_TYPES:
         return False
     return any(sign in str(error) for sign in _LOST_PEER)
+
+
+def aborted_for_a_peer(log_tail: Iterable[str]) -> bool:
+    """Whether a SIGABRT came from JAX because another process is gone: the log's last lines tell.
+
+    Without process 0 JAX ends every other process within 0.1 s, whatever it is doing.
+    """
+    return any(_ABORTED_FOR_A_PEER in line for line in log_tail)
 
 
 def could_not_start(error: BaseException) -> bool:

@@ -298,7 +298,7 @@ def main() -> None:
     arguments = argparse.ArgumentParser(prog="python -m trainer.process", description=__doc__)
     arguments.add_argument("--reports", type=int, required=True, metavar="FD")
     reports = Reports(arguments.parse_args().reports)
-    faulthandler.enable()
+    faulthandler.enable(all_threads=False)  # short: the tail of the log must show the cause
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     for number in (signal.SIGTERM, signal.SIGINT):  # workers are ended by SIGKILL only
         signal.signal(number, signal.SIG_IGN)

@@ -1,0 +1,203 @@
+"""A checkpoint is what was saved, or it is refused by name."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from trainer import checkpoint
+from trainer.checkpoint import CheckpointRejected, Committed, SaveFailed, Saver
+from trainer.task import TaskError
+
+
+def state() -> dict[str, Any]:
+    return {
+        "params": {"w": np.arange(2000, dtype=np.float32).reshape(40, 50), "b": np.ones(3)},
+        "half": np.arange(6).astype(ml_dtypes.bfloat16),
+        "optimizer": [np.int32(7), (np.zeros((), np.uint32),)],
+    }
+
+
+def meta(step: int) -> dict[str, Any]:
+    return {"step": step, "next_batch": 4 * step, "loss": 1.5}
+
+
+class Outcomes:
+    """What the saver told, in order."""
+
+    def __init__(self) -> None:
+        self.told: list[Committed | SaveFailed] = []
+        self.changed = threading.Condition()
+
+    def __call__(self, outcome: Committed | SaveFailed) -> None:
+        with self.changed:
+            self.told.append(outcome)
+            self.changed.notify_all()
+
+    def wait(self, count: int) -> list[Committed | SaveFailed]:
+        with self.changed:
+            assert self.changed.wait_for(lambda: len(self.told) >= count, 60)
+            return self.told
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    outcomes = Outcomes()
+    Saver(tmp_path, 1, outcomes).save(4, state(), meta(4))
+    outcome = outcomes.wait(1)[0]
+    assert isinstance(outcome, Committed), outcome
+    return Path(outcome.path)
+
+
+def test_a_state_comes_back_bit_for_bit_with_its_types(saved: Path) -> None:
+    """Orbax casts silently and loses tuples when it is not told what to expect (orbax#487)."""
+    host, found = checkpoint.load(saved, state())
+    assert checkpoint.digests(host) == checkpoint.digests(state())
+    assert host["half"].dtype == ml_dtypes.bfloat16
+    assert isinstance(host["optimizer"][1], tuple)
+    assert found["next_batch"] == 16
+    assert found["params_digest"] == checkpoint.digests(state())[2]
+
+
+def test_the_digest_changes_with_name_type_shape_and_value() -> None:
+    """Equal digests must mean equal parameters."""
+    base = {"a": np.arange(4, dtype=np.float32)}
+    others: list[dict[str, Any]] = [
+        {"b": base["a"]},
+        {"a": base["a"].astype(np.int32)},
+        {"a": base["a"].view(np.int32)},
+        {"a": base["a"].reshape(2, 2)},
+        {"a": base["a"] + 1},
+    ]
+    seen = {checkpoint.digests(one)[2] for one in [base, *others]}
+    assert len(seen) == 6
+
+
+def test_only_finished_steps_are_listed_newest_first(saved: Path, tmp_path: Path) -> None:
+    """An integer for a name does not make a checkpoint (maxtext#5260)."""
+    (saved.parent / "8").mkdir()
+    (saved.parent / "9.orbax-checkpoint-tmp").mkdir()
+    outcomes = Outcomes()
+    Saver(tmp_path, 2, outcomes).save(6, state(), meta(6))
+    outcomes.wait(1)
+    assert [(step, generation) for step, generation, _ in checkpoint.finished(tmp_path)] == [
+        (6, 2),
+        (4, 1),
+    ]
+
+
+def flip(saved: Path) -> None:
+    data = max(saved.glob("state/ocdbt.process_0/d/*"), key=lambda file: file.stat().st_size)
+    raw = bytearray(data.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    data.write_bytes(bytes(raw))
+
+
+def truncate(saved: Path) -> None:
+    data = max(saved.glob("state/ocdbt.process_0/d/*"), key=lambda file: file.stat().st_size)
+    data.write_bytes(data.read_bytes()[:100])
+
+
+def unmark(saved: Path) -> None:
+    (saved / checkpoint.FINISHED_MARK).unlink()
+
+
+def lose_the_manifest(saved: Path) -> None:
+    (saved / "state" / "manifest.ocdbt").unlink()
+
+
+def lose_the_meta(saved: Path) -> None:
+    (saved / "meta" / "metadata").unlink()
+
+
+def tear_the_meta(saved: Path) -> None:
+    path = saved / "meta" / "metadata"
+    path.write_text(path.read_text()[:-20])
+
+
+def claim_another_digest(saved: Path) -> None:
+    path = saved / "meta" / "metadata"
+    full = json.loads(path.read_text())
+    full["digests"]["params.b"] = "0" * 64
+    path.write_text(json.dumps(full))
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (flip, "digest|cannot be read"),
+        (truncate, "cannot be read"),
+        (unmark, "not finished"),
+        (lose_the_manifest, "cannot be read"),
+        (lose_the_meta, "meta item"),
+        (tear_the_meta, "meta item"),
+        (claim_another_digest, "params.b has another digest"),
+    ],
+)
+def test_a_damaged_checkpoint_is_refused_with_its_reason(
+    saved: Path, damage: Any, reason: str
+) -> None:
+    """A bad checkpoint costs the steps since the one before, never the result."""
+    damage(saved)
+    with pytest.raises(CheckpointRejected, match=reason) as caught:
+        checkpoint.load(saved, state())
+    assert caught.value.path == str(saved)
+
+
+def test_arrays_of_another_type_than_the_meta_says_are_refused(tmp_path: Path) -> None:
+    """Orbax would cast them without a word."""
+    wider = {**state(), "half": state()["half"].astype(np.float32)}
+    outcomes = Outcomes()
+    Saver(tmp_path, 1, outcomes).save(4, wider, meta(4))
+    outcomes.wait(1)
+    path = tmp_path / "checkpoints" / "generation-1" / "4"
+    file = path / "meta" / "metadata"
+    full = json.loads(file.read_text())
+    full["leaves"]["half"] = "bfloat16[6]"
+    file.write_text(json.dumps(full))
+    with pytest.raises(CheckpointRejected, match="half"):
+        checkpoint.load(path, state())
+
+
+def test_a_changed_model_blames_the_change_and_not_the_checkpoint(saved: Path) -> None:
+    """Quarantining every good checkpoint because the width was edited would lose the run."""
+    other = state()
+    other["params"]["w"] = np.zeros((40, 51), np.float32)
+    with pytest.raises(
+        TaskError, match=r"params\.w is float32\[40,51\] now and was float32\[40,50"
+    ):
+        checkpoint.load(saved, other)
+
+
+def test_a_failed_save_is_told_and_the_next_one_works(tmp_path: Path) -> None:
+    """An asynchronous save that fails unnoticed costs hours (orbax#605)."""
+    outcomes = Outcomes()
+    saver = Saver(tmp_path, 1, outcomes)
+    blocker = tmp_path / "checkpoints"
+    blocker.write_text("in the way")
+    saver.save(4, state(), meta(4))
+    first = outcomes.wait(1)[0]
+    assert isinstance(first, SaveFailed)
+    assert first.step == 4
+    assert "Error" in first.error
+    blocker.unlink()
+    saver.save(8, state(), meta(8))
+    assert isinstance(outcomes.wait(2)[1], Committed)
+    assert saver.wait(10)
+
+
+def test_a_step_is_saved_once(tmp_path: Path) -> None:
+    """The last save of a stop may fall on a step that was just saved."""
+    outcomes = Outcomes()
+    saver = Saver(tmp_path, 1, outcomes)
+    saver.save(4, state(), meta(4))
+    saver.save(4, state(), meta(4))
+    assert saver.wait(60)
+    saver.save(5, state(), meta(5))
+    assert [outcome.step for outcome in outcomes.wait(2)] == [4, 5]

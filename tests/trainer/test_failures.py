@@ -1,0 +1,133 @@
+"""Whose fault it is, and what to show of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer import failures
+from trainer.drills import DrillError
+from trainer.settings import SettingsError
+from trainer.task import TaskError
+
+
+class JaxRuntimeError(RuntimeError):
+    """Stands for jax's own."""
+
+
+def raised(error: BaseException) -> BaseException:
+    try:
+        raise error
+    except BaseException as caught:
+        return caught
+
+
+def raised_in(path: Path, code: str) -> BaseException:
+    path.write_text(code)
+    try:
+        exec(compile(code, str(path), "exec"), {})
+    except BaseException as caught:
+        return caught
+    raise AssertionError("nothing was raised")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("UNKNOWN: Gloo all-reduce failed: Connection closed by peer [127.0.0.1]:1"),
+        JaxRuntimeError("Gloo AllGather failed: Read error: Connection reset by peer"),
+        JaxRuntimeError("DEADLINE_EXCEEDED: Barrier timed out"),
+        JaxRuntimeError("Application timeout caused pair closure"),
+    ],
+)
+def test_a_collective_that_lost_its_peer_is_a_victim(error: BaseException) -> None:
+    """The same failure comes as two types and in many words (FACTS 1.2)."""
+    assert failures.lost_a_peer(error)
+    assert not failures.describe(raised(error)).user
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("shapes (3, 4) and (5,) cannot be multiplied"),
+        JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory"),
+        KeyError("Connection closed by peer"),
+        DrillError("this error was ordered by a drill"),
+    ],
+)
+def test_an_error_outside_a_collective_is_a_culprit(error: BaseException) -> None:
+    """A culprit that is taken for a victim lets the search go on for ever."""
+    assert not failures.lost_a_peer(error)
+
+
+def test_a_taken_port_is_told_from_every_other_error() -> None:
+    """Another port is worth a try; another error is not."""
+    assert failures.could_not_start(JaxRuntimeError("UNKNOWN: Failed to start RPC server"))
+    assert not failures.could_not_start(JaxRuntimeError("INTERNAL: something else"))
+
+
+def test_the_abort_of_a_process_without_its_coordinator_is_read_from_its_log() -> None:
+    """Such a SIGABRT is no crash of its own (skypilot#10256)."""
+    line = (
+        "F1129 client.h:80] Terminating process because the JAX distributed service detected "
+        "fatal errors. This most likely indicates that another task died"
+    )
+    assert failures.aborted_for_a_peer(["something", line])
+    assert not failures.aborted_for_a_peer(["Fatal Python error: Aborted"])
+
+
+def test_only_the_users_frames_are_shown(tmp_path: Path) -> None:
+    """The line that matters drowns in the frames of a library."""
+    code = "import json\n\ndef parse():\n    return json.loads('{')\n\nparse()\n"
+    report = failures.describe(raised_in(tmp_path / "mine.py", code))
+    assert report.user
+    assert report.frame == f"{tmp_path}/mine.py:4 in parse"
+    assert "json/decoder.py" not in report.traceback
+    assert report.traceback.splitlines()[-1].startswith("json.decoder.JSONDecodeError")
+
+
+def test_a_syntax_error_names_the_line_of_the_users_file(tmp_path: Path) -> None:
+    """Its own frames end where the import began."""
+    report = failures.describe(raised_in(tmp_path / "mine.py", "x = 1\ny = = 2\n"))
+    assert report.type == "SyntaxError"
+    assert report.user
+    assert "mine.py:2" in report.frame
+    assert "y = = 2" in report.traceback
+
+
+@pytest.mark.parametrize("error", [SettingsError("bad"), TaskError("bad")])
+def test_settings_and_contracts_are_the_users_wherever_they_are_noticed(
+    error: BaseException,
+) -> None:
+    """No retry mends a setting."""
+    assert failures.describe(raised(error)).user
+
+
+@pytest.mark.parametrize(
+    ("code", "user"),
+    [
+        ("open('/nowhere/at/all')", True),
+        ("raise OSError(5, 'Input/output error')", False),
+        ("raise MemoryError", False),
+    ],
+)
+def test_a_failing_machine_is_not_the_users_fault(tmp_path: Path, code: str, user: bool) -> None:
+    """An error of the disk may be gone at the next try; a missing file is not."""
+    assert failures.describe(raised_in(tmp_path / "mine.py", code)).user is user
+
+
+def test_the_code_of_an_installed_task_is_the_users_too() -> None:
+    """A task may come from a package, whose folder lies among the libraries."""
+    file = pytest.__file__
+    assert file
+    assert failures._is_users(file, failures._of_module("pytest"))
+    assert not failures._is_users(file, ())
+
+
+def test_a_report_stays_small() -> None:
+    """It travels in one write through a pipe, into a journal and onto a screen."""
+    report: dict[str, Any] = failures.describe(raised(ValueError("x" * 100_000))).to_dict()
+    assert sum(len(str(value)) for value in report.values()) < 12_000
+    assert "characters …" in report["message"]

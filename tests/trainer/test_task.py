@@ -1,0 +1,184 @@
+"""The contract between a user's task and the trainer, and what is said when it is broken."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from trainer import step
+from trainer.config import MeshSettings, TrainerSettings
+from trainer.settings import SettingsError
+from trainer.task import Context, Task, TaskError, load_task
+
+
+def context(folder: Path, task: str = "language_model", **more: Any) -> Context:
+    values = {"rank": 0, "world_size": 1, "local_rank": 0, "node_rank": 0, "generation": 1}
+    settings = TrainerSettings(task=task)
+    return Context(**{**values, **more}, config_dir=str(folder), settings=settings)
+
+
+class Sum(Task):
+    """Learns nothing, but keeps the contract, random key included."""
+
+    def init(self, key: Any) -> Any:
+        return {"total": jnp.zeros(3), "key": key}
+
+    def batch(self, step: int) -> Any:
+        return np.full((4, 3), step, np.float32)
+
+    def train_step(self, state: Any, batch: Any) -> tuple[Any, Mapping[str, Any]]:
+        key, noise = jax.random.split(state["key"])
+        total = state["total"] + batch.mean(axis=0) + jax.random.normal(noise, (3,))
+        return {"total": total, "key": key}, {"loss": total.sum()}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    before = list(sys.path), set(sys.modules)
+    yield tmp_path
+    sys.path[:] = before[0]
+    for name in set(sys.modules) - before[1]:
+        if name.startswith("users_"):
+            del sys.modules[name]
+
+
+def test_a_task_beside_the_settings_file_is_found(folder: Path) -> None:
+    """A user starts with one file of their own."""
+    code = "from tests.trainer.test_task import Sum\n\nclass Mine(Sum): pass\n"
+    (folder / "users_one.py").write_text(code)
+    task = load_task(context(folder, "users_one:Mine"))
+    assert type(task).__name__ == "Mine"
+
+
+@pytest.mark.parametrize(
+    ("task", "complaint"),
+    [
+        ("users_nowhere:Mine", "no module 'users_nowhere'"),
+        ("users_two:Missing", "no class 'Missing'"),
+        ("users_two:helper", "no class 'helper' that"),
+    ],
+)
+def test_a_task_that_is_not_there_is_named_with_its_place(
+    folder: Path, task: str, complaint: str
+) -> None:
+    """The message must say where it was looked for."""
+    (folder / "users_two.py").write_text("def helper(): pass\n")
+    with pytest.raises(SettingsError, match=complaint):
+        load_task(context(folder, task))
+
+
+def test_an_import_that_fails_inside_the_users_module_is_not_ours_to_explain(folder: Path) -> None:
+    """ "No module users_three" would be a lie: it is another one that is missing."""
+    (folder / "users_three.py").write_text("import users_not_installed\n")
+    with pytest.raises(ModuleNotFoundError, match="users_not_installed"):
+        load_task(context(folder, "users_three:Mine"))
+
+
+def test_rows_of_all_ranks_make_up_the_global_batch(folder: Path) -> None:
+    """The global batch is the same whatever the number of workers."""
+    shares = [context(folder, rank=rank, world_size=4).rows(12) for rank in range(4)]
+    rows = [row for share in shares for row in range(12)[share]]
+    assert rows == list(range(12))
+    with pytest.raises(SettingsError, match="multiple of 5"):
+        context(folder, world_size=5).rows(12)
+
+
+def test_a_state_with_a_random_key_goes_to_the_host_and_back(folder: Path) -> None:
+    """Keys have a type of their own, which neither numpy nor a file knows."""
+    task = Sum(context(folder))
+    layout = step.make_layout(MeshSettings())
+    programs = step.compile_programs(task, layout, seed=3)
+    state = step.initial_state(task, layout, seed=3)
+    host = step.to_host(state)
+    for name, leaf in step.named_leaves(step.host_shapes(programs)):
+        found = dict(step.named_leaves(host))[name]
+        assert (leaf.shape, leaf.dtype) == (found.shape, found.dtype)
+    again = step.place_state(programs, host)
+    batch = step.place_rows(layout, task.batch(1))
+    _, one = programs.train(state, batch)
+    _, two = programs.train(again, batch)
+    assert float(one["loss"]) == float(two["loss"])
+    assert programs.evaluate is None
+    assert programs.batch_rows == 4
+
+
+def test_a_copy_on_the_host_outlives_the_state_it_came_from(folder: Path) -> None:
+    """On CPU a view would change under the hands of the saver, and the digest with it."""
+    task = Sum(context(folder))
+    layout = step.make_layout(MeshSettings())
+    programs = step.compile_programs(task, layout, seed=3)
+    state = step.initial_state(task, layout, seed=3)
+    host = step.to_host(state)
+    before = host["total"].copy()
+    for index in range(5):
+        state, _ = programs.train(state, step.place_rows(layout, task.batch(index)))
+    jax.block_until_ready(state)  # type: ignore[no-untyped-call]
+    assert np.array_equal(host["total"], before)
+
+
+class Grows(Sum):
+    """Returns a state of another shape."""
+
+    def train_step(self, state: Any, batch: Any) -> tuple[Any, Mapping[str, Any]]:
+        state, metrics = super().train_step(state, batch)
+        return {**state, "total": jnp.zeros(4)}, metrics
+
+
+class Forgets(Sum):
+    """Loses a part of the state."""
+
+    def train_step(self, state: Any, batch: Any) -> tuple[Any, Mapping[str, Any]]:
+        state, metrics = super().train_step(state, batch)
+        return {"total": state["total"]}, metrics
+
+
+class Mute(Sum):
+    """Gives no loss."""
+
+    def train_step(self, state: Any, batch: Any) -> tuple[Any, Mapping[str, Any]]:
+        return super().train_step(state, batch)[0], {"accuracy": jnp.zeros(())}
+
+
+class Vector(Sum):
+    """Gives a loss for each row."""
+
+    def train_step(self, state: Any, batch: Any) -> tuple[Any, Mapping[str, Any]]:
+        return super().train_step(state, batch)[0], {"loss": jnp.zeros(4)}
+
+
+class Single(Sum):
+    """Gives no metrics at all."""
+
+    def train_step(self, state: Any, batch: Any) -> Any:
+        return super().train_step(state, batch)[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "complaint"),
+    [
+        (Grows, r"total was float32\[3\] and became float32\[4\]"),
+        (Forgets, "key is not in both"),
+        (Mute, 'scalar "loss"'),
+        (Vector, 'scalar "loss"'),
+        (Single, r"\(state, metrics\)"),
+    ],
+)
+def test_a_broken_contract_is_named_before_the_first_step(
+    folder: Path, kind: type[Sum], complaint: str
+) -> None:
+    """The compiler would say the same on two pages, one step later."""
+    with pytest.raises(TaskError, match=complaint):
+        step.compile_programs(kind(context(folder)), step.make_layout(MeshSettings()), seed=0)
+
+
+def test_a_mesh_that_does_not_fit_the_devices_is_a_mistake_in_the_settings() -> None:
+    """Half of the devices idle, or twice as many as there are: neither is meant."""
+    with pytest.raises(SettingsError, match="dp = 7"):
+        step.make_layout(MeshSettings(dp=7))
