@@ -35,7 +35,7 @@ from supervisor.heartbeats import Deadlines, HeartbeatMonitor, RedisStore, Suspi
 from supervisor.journal import JOURNAL_FILE, Journal
 from supervisor.lock import Lock, acquire
 from supervisor.past import Past, past_of
-from supervisor.performers import Performers
+from supervisor.performers import Performers, restore_point_of
 from supervisor.status import snapshot
 from supervisor.workers import silence
 from trainer.heartbeat import BeatMessage
@@ -89,6 +89,7 @@ class _Assembly:
         self.beats: dict[tuple[int, int], BeatMessage] = {}
         self.embedded_redis: EmbeddedRedis | None = None
         self.clock = Clock(wall=self.started_at, not_before=_last_at(journal))
+        self.snapshots = snapshot_directory(run_dir)
         self.drills = Drills(settings.drills_allowed, settings.cluster.workers)
         if settings.cluster.address == "local":
             authenticate(run_dir)
@@ -136,6 +137,7 @@ class _Assembly:
             drain_s=settings.deadlines.drain_s,
             capacity_wait_s=settings.cluster.capacity_wait_s,
             checkpoints_kept=settings.checkpoint.keep,
+            standby=settings.recovery.standby,
             seed=settings.trainer.seed,
         )
 
@@ -147,7 +149,7 @@ class _Assembly:
             placement=past.placement,
             incidents=past.incidents,
             committed_step=past.committed_step,
-            progress_mark=past.committed_step,
+            progress_mark=past.committed_step - 1,
             verified=past.verified,
         )
 
@@ -174,24 +176,16 @@ class _Assembly:
             on_connected=self._catch_signals,
         )
 
-    def _spec(self, effect: x.StartWorkers, rank: int) -> dict[str, Any]:
+    def _spec(self, effect: x.StartWorkers | x.PrepareStandby, rank: int) -> dict[str, Any]:
         """What the worker of a rank is told; the cluster adds what only it knows."""
         settings = self.settings
-        point = None
-        if effect.kind != "seed":
-            point = {
-                "kind": effect.kind,
-                "path": effect.path,
-                "step": effect.step,
-                "generation": effect.saved_by,
-            }
         return {
             "job": settings.job.name,
             "run_dir": str(self.run_dir),
             "config_dir": str(self.config_dir),
             "generation": effect.generation,
             "epoch": self.lock.epoch,
-            "role": "active",
+            "role": "standby" if isinstance(effect, x.PrepareStandby) else "active",
             "rank": rank,
             "world_size": settings.cluster.workers,
             "beat_file": str(
@@ -199,7 +193,13 @@ class _Assembly:
             ),
             "trainer": settings.trainer.model_dump(mode="json"),
             "checkpoint": settings.checkpoint.model_dump(mode="json"),
-            "restore_point": point,
+            "restore_point": None
+            if isinstance(effect, x.PrepareStandby)
+            else restore_point_of(effect),
+            "snapshots": {
+                "directory": str(self.snapshots),
+                "every_steps": settings.recovery.snapshot_every_steps,
+            },
             "heartbeat": {
                 "host": self.redis.host,
                 "port": self.redis.port,
@@ -265,7 +265,8 @@ class _Assembly:
         self.daemon.post(e.ClusterLost(at=self.clock(), why=why))
 
     def _on_suspicion(self, suspicion: Suspicion) -> None:
-        self.daemon.post(silence(suspicion, self.clock()))
+        standby = suspicion.generation == self.daemon.job.standby
+        self.daemon.post(silence(suspicion, self.clock(), standby=standby))
 
     def _on_store_lost(self, why: str) -> None:
         self.blind_at = self.clock()

@@ -89,6 +89,16 @@ class Exit:
     status: int | None
     signal: str | None
     log_tail: tuple[str, ...]
+    stacks: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """A complete snapshot: its parts cover the state over the slots that are there."""
+
+    generation: int
+    step: int
+    path: str
 
 
 class ClusterNeeds(Protocol):
@@ -133,9 +143,21 @@ class Cluster(Protocol):
         """Send one rank a signal: a drill."""
 
     async def kill(
-        self, generation: int, timeout_s: float
+        self, generation: int, timeout_s: float, *, last_words: bool = False
     ) -> tuple[tuple[Exit, ...], tuple[str, ...]]:
-        """End a generation: how its ranks ended, and what could not be proven gone in time."""
+        """End a generation: how its ranks ended, and what could not be proven gone in time.
+
+        With `last_words` the living say where they stand first, within milliseconds.
+        """
+
+    async def snapshots(self) -> list[Snapshot]:
+        """The complete snapshots that the slots hold."""
+
+    async def discard_snapshot(self, generation: int, step: int) -> None:
+        """Remove a snapshot wherever it is held."""
+
+    async def prepare_spares(self) -> None:
+        """Have a process with JAX imported wait in every slot, for the next start."""
 
     async def evidence(self, generation: int) -> dict[int, dict[str, Any]]:
         """Stacks, log tail and state of every rank; `error` where there is none."""

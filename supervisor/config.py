@@ -122,7 +122,7 @@ class BudgetSettings(Section):
         default=-1, description="recoveries from announced preemptions; -1 = no limit"
     )
     no_progress_max: int = Field(
-        default=5, ge=1, description="generations in a row without a later restore point"
+        default=10, ge=1, description="generations in a row without a later restore point"
     )
     same_error_max: int = Field(
         default=3, ge=1, description="times running that one error strikes at one step"
@@ -142,8 +142,16 @@ class BudgetSettings(Section):
 
 
 class RecoverySettings(Section):
-    """How a failure is judged."""
+    """How a failure is judged, and how fast training goes on after it."""
 
+    standby: Literal["generation", "spares", "none"] = Field(
+        default="generation",
+        description="kept ready: the next generation, processes with JAX imported, or nothing",
+    )
+    snapshot_every_steps: Annotated[int, Field(ge=0)] | Auto = Field(
+        default="auto",
+        description='steps between snapshots in memory; "auto" = below 1 % of the time; 0 = none',
+    )
     last_call_s: float = Field(
         default=1.0,
         ge=0,

@@ -5,12 +5,12 @@ handed to `on_bug` and ends the daemon.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Protocol
 
 import structlog
 
-from supervisor.cluster import Cluster, ClusterError, PlacementTimedOut, StartFailed
+from supervisor.cluster import Cluster, ClusterError, Exit, PlacementTimedOut, StartFailed
 from supervisor.errors import EverstepError
 from supervisor.fsm import effects as x
 from supervisor.fsm import events as e
@@ -32,7 +32,25 @@ EVIDENCE_LIMIT_S = 4.0
 # What nothing waits for: its success is an action record, its failure an event.
 HOUSEKEEPING = (x.PruneCheckpoints, x.RecordIncident, x.NotifyOperator, x.SetDeadline)
 # What an order to end a generation calls off.
-_CALLED_OFF = (x.PlaceSlots, x.StartWorkers, x.RestoreWorkers, x.SaveWorkers, x.SelectRestorePoint)
+_CALLED_OFF = (
+    x.PlaceSlots,
+    x.StartWorkers,  # and RestoreWorkers and PromoteStandby
+    x.PrepareStandby,
+    x.SaveWorkers,
+    x.SelectRestorePoint,
+)
+
+
+def restore_point_of(effect: x.StartWorkers) -> dict[str, Any] | None:
+    """What a worker is told of where to start; None for the seed."""
+    if effect.kind == "seed":
+        return None
+    return {
+        "kind": effect.kind,
+        "path": effect.path,
+        "step": effect.step,
+        "generation": effect.saved_by,
+    }
 
 
 class Disk(Protocol):
@@ -43,7 +61,7 @@ class Disk(Protocol):
         ...
 
     async def quarantine(self, path: str, why: str) -> None:
-        """Move a restore point to where nothing picks it again. Raises OSError, DiskError."""
+        """Move a checkpoint to where nothing picks it again. Raises OSError, DiskError."""
         ...
 
     async def prune(self, keep: int, verified: Sequence[tuple[int, int]]) -> None:
@@ -88,7 +106,7 @@ class Performers:
         disk: Disk,
         timers: Timers,
         clock: Callable[[], float],
-        spec_of: Callable[[x.StartWorkers, int], dict[str, Any]],
+        spec_of: Callable[[x.StartWorkers | x.PrepareStandby, int], dict[str, Any]],
         result_of: Callable[[x.WriteResult], dict[str, Any]],
         on_outcome: Callable[[e.Event], None],
         on_action: Callable[[dict[str, Any]], None],
@@ -142,10 +160,18 @@ class Performers:
         """Whether any effect is still being carried out."""
         return bool(self._tasks)
 
-    async def call_off(self, kinds: tuple[type[x.Effect], ...] = (x.Effect,)) -> None:
-        """Cancel what is under way and wait until it has let go."""
+    async def call_off(
+        self, kinds: tuple[type[x.Effect], ...] = (x.Effect,), generation: int | None = None
+    ) -> None:
+        """Cancel what is under way (for one generation) and wait until it has let go."""
         me = asyncio.current_task()
-        tasks = [t for t, doing in self._tasks.items() if isinstance(doing, kinds) and t is not me]
+        tasks = [
+            task
+            for task, doing in self._tasks.items()
+            if isinstance(doing, kinds)
+            and task is not me
+            and generation in (None, getattr(doing, "generation", None))
+        ]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -178,12 +204,21 @@ class Performers:
             case x.SelectRestorePoint():
                 return await self._select_restore_point(effect)
             case x.QuarantineRestorePoint():
-                await self.disk.quarantine(effect.path, effect.why)
+                if effect.kind == "snapshot":
+                    await self.cluster.discard_snapshot(effect.saved_by, effect.step)
+                else:
+                    await self.disk.quarantine(effect.path, effect.why)
                 return e.RestorePointQuarantined(at=self.clock(), path=effect.path)
             case x.PlaceSlots():
                 return await self._place_slots(effect)
+            case x.PromoteStandby():
+                return await self._promote_standby(effect)
             case x.StartWorkers():  # and RestoreWorkers
                 return await self._start_workers(effect)
+            case x.PrepareStandby():
+                return await self._prepare_standby(effect)
+            case x.PrepareSpares():
+                await self.cluster.prepare_spares()
             case x.SaveWorkers():
                 return await self._save_workers(effect)
             case x.CollectEvidence():
@@ -209,19 +244,39 @@ class Performers:
 
     async def _select_restore_point(self, effect: x.SelectRestorePoint) -> e.Event:
         common: dict[str, Any] = {"generation": effect.generation}
-        try:
-            points = await self.disk.restore_points(range(1, effect.generation))
-        except OSError as error:
-            return e.RestorePointsUnreadable(at=self.clock(), **common, error=str(error))
+        accepted = range(1, effect.generation)
+        looks = self.disk.restore_points(accepted), self.cluster.snapshots()
+        points, snapshots = await asyncio.gather(*looks, return_exceptions=True)
+        if isinstance(points, OSError):
+            return e.RestorePointsUnreadable(at=self.clock(), **common, error=str(points))
+        if isinstance(points, BaseException):
+            raise points
+        if isinstance(snapshots, ClusterError):
+            log.warning("snapshots_unknown", why=str(snapshots))
+            snapshots = []
+        if isinstance(snapshots, BaseException):
+            raise snapshots
         common["at"] = self.clock()
-        if points:
-            newest = points[0]
+        newest = max(
+            (point for point in snapshots if point.generation in accepted),
+            key=lambda point: (point.step, point.generation),
+            default=None,
+        )
+        if newest is not None and (not points or newest.step >= points[0].step):
             return e.RestorePointSelected(
                 **common,
-                kind=newest.kind,
+                kind="snapshot",
                 step=newest.step,
-                path=str(newest.path),
+                path=newest.path,
                 saved_by=newest.generation,
+            )
+        if points:
+            return e.RestorePointSelected(
+                **common,
+                kind=points[0].kind,
+                step=points[0].step,
+                path=str(points[0].path),
+                saved_by=points[0].generation,
             )
         if effect.seed_allowed:
             return e.RestorePointSelected(**common, kind="seed", step=0, path="", saved_by=0)
@@ -257,28 +312,73 @@ class Performers:
         )
 
     async def _start_workers(self, effect: x.StartWorkers) -> e.Event:
-        generation, ranks = effect.generation, range(self.workers)
+        generation = effect.generation
         self.rosters[generation] = Roster(
             generation=generation,
             world_size=self.workers,
             restoring=isinstance(effect, x.RestoreWorkers),
         )
-        specs = [self.spec_of(effect, rank) for rank in ranks]
         try:
-            pids = await self.cluster.start(generation, specs)
+            pids = await self._start(effect)
         except StartFailed as error:
             return e.InitializationFailed(
                 at=self.clock(), generation=generation, ranks=error.ranks, error=str(error)
             )
         except (ClusterError, OSError) as error:
+            ranks = tuple(range(self.workers))
             return e.InitializationFailed(
-                at=self.clock(), generation=generation, ranks=tuple(ranks), error=str(error)
+                at=self.clock(), generation=generation, ranks=ranks, error=str(error)
             )
-        self.pids = {generation: dict(pids)}
-        self.monitor.arm(generation, ranks, asyncio.get_running_loop().time())
         return e.WorkersStarted(
             at=self.clock(), generation=generation, pids=tuple(sorted(pids.items()))
         )
+
+    async def _prepare_standby(self, effect: x.PrepareStandby) -> e.Event | None:
+        """Its start ends in `standby_ready` or `standby_lost`, which the slots tell."""
+        generation = effect.generation
+        self.rosters[generation] = Roster(
+            generation=generation, world_size=self.workers, restoring=True, standby=True
+        )
+        try:
+            await self._start(effect)
+        except (ClusterError, OSError) as error:
+            ranks = error.ranks if isinstance(error, StartFailed) else ()
+            return e.StandbyLost(
+                at=self.clock(), generation=generation, ranks=ranks, why=str(error)
+            )
+        return None
+
+    async def _start(self, effect: x.StartWorkers | x.PrepareStandby) -> dict[int, int]:
+        specs = [self.spec_of(effect, rank) for rank in range(self.workers)]
+        pids = await self.cluster.start(effect.generation, specs)
+        self.pids[effect.generation] = dict(pids)
+        now = asyncio.get_running_loop().time()
+        self.monitor.arm(effect.generation, range(self.workers), now)
+        return pids
+
+    async def _promote_standby(self, effect: x.PromoteStandby) -> e.Event | None:
+        """Ends in `workers_restored`, or in what the workers say instead."""
+        generation = effect.generation
+        roster = self.rosters[generation]
+        roster.promote()
+        starting = [
+            task
+            for task, doing in self._tasks.items()
+            if isinstance(doing, x.PrepareStandby) and doing.generation == generation
+        ]
+        if starting:
+            await asyncio.wait(starting)
+        order = {"order": "promote", "restore_point": restore_point_of(effect)}
+        try:
+            await asyncio.gather(
+                *(self.cluster.order(generation, rank, order) for rank in range(self.workers))
+            )
+        except ClusterError as error:
+            ranks = tuple(range(self.workers))
+            return e.InitializationFailed(
+                at=self.clock(), generation=generation, ranks=ranks, error=str(error)
+            )
+        return None
 
     async def _save_workers(self, effect: x.SaveWorkers) -> e.Event:
         """Agree on a last step: rank 0 names it and waits until all the others know."""
@@ -328,12 +428,16 @@ class Performers:
         self.monitor.disarm(generation)
         if roster := self.rosters.get(generation):
             roster.ending = True
-        await self.call_off(_CALLED_OFF)
+        await self.call_off(_CALLED_OFF, generation)
         unproven: tuple[str, ...] = ()
         exits: tuple[tuple[int, int | None, str | None], ...] = ()
         if roster is not None:
             try:
-                ended, unproven = await self.cluster.kill(generation, self.drain_s)
+                ended, unproven = await self.cluster.kill(
+                    generation, self.drain_s, last_words=effect.incident > 0
+                )
+                if effect.incident:
+                    self._spawn(self._write_last_words(effect, ended))
                 exits = tuple((one.rank, one.status, one.signal) for one in ended)
             except ClusterError as error:
                 unproven = (f"generation {generation}: {error}",)
@@ -344,20 +448,32 @@ class Performers:
             )
         return e.WorkersGone(at=self.clock(), generation=generation, exits=exits)
 
+    async def _write_last_words(self, effect: x.KillWorkers, ended: Sequence[Exit]) -> None:
+        """Nothing on the path of recovery waits for it."""
+        found = {
+            one.rank: {"stacks": one.stacks, "log_tail": one.log_tail, "signal": one.signal}
+            for one in ended
+        }
+        try:
+            await self.disk.write_evidence(effect.incident, effect.generation, found)
+        except (OSError, EverstepError) as error:
+            log.warning("evidence_not_written", incident=effect.incident, why=str(error))
+
     def _forget(self, generation: int) -> None:
         """The keys of a dead generation are rubbish; nothing on the path of recovery waits."""
         self.rosters.pop(generation, None)
+        self.pids.pop(generation, None)
         keys = [beat_key(self.job, generation, rank) for rank in range(self.workers)]
+        self._spawn(self._delete_beats(keys))
+
+    async def _delete_beats(self, keys: Sequence[str]) -> None:
         assert self.store is not None
-        self._spawn(self.store.delete(keys))
+        try:
+            await self.store.delete(keys)
+        except StoreUnavailable:
+            log.info("heartbeats_not_deleted", why="the store is away; they expire")
 
-    def _spawn(self, call: Awaitable[None]) -> None:
-        async def quietly() -> None:
-            try:
-                await call
-            except StoreUnavailable:
-                log.info("heartbeats_not_deleted", why="the store is away; they expire")
-
-        task = asyncio.create_task(quietly())
+    def _spawn(self, call: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(call)
         self._tasks[task] = x.NotifyOperator(message="")
         task.add_done_callback(self._done)

@@ -39,7 +39,8 @@ def snapshot(
         "step": step,
         "steps": steps,
         "workers": _workers(daemon, beats),
-        "standby": None,
+        "standby": _standby(daemon),
+        "snapshot_step": first.snapshot_step if first else None,
         "restore_point": _restore_point(job),
         "budgets": _budgets(job),
         "supervisor": {"pid": os.getpid(), "epoch": epoch, "started_at": started_at},
@@ -57,6 +58,24 @@ def snapshot(
         "uptime_s": round(now - started_at, 1),
         "retry_in_s": daemon.timers.left_s("backoff"),
         "hint": HINT if drills and job.state.name == "RUNNING" and not job.incidents else None,
+    }
+
+
+def _standby(daemon: Daemon) -> dict[str, Any] | None:
+    job, generation = daemon.job, daemon.job.standby
+    if generation is None:
+        return {"generation": None, "ready": False, "disabled": True} if job.standby_off else None
+    pids = daemon.performers.pids.get(generation, {})
+    roster = daemon.performers.rosters.get(generation)
+    phases = roster.phases if roster else {}
+    return {
+        "generation": generation,
+        "ready": job.standby_ready,
+        "disabled": False,
+        "workers": [
+            {"rank": rank, "pid": pids.get(rank), "phase": phases.get(rank)}
+            for rank in range(daemon.performers.workers)
+        ],
     }
 
 

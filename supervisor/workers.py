@@ -9,6 +9,15 @@ from supervisor.monitor import Suspicion
 
 Record = dict[str, Any]
 
+# What only a generation that trains can say.
+_TRAINING = (
+    "stepped",
+    "checkpoint_committed",
+    "checkpoint_failed",
+    "snapshot_failed",
+    "completed",
+)
+
 # What JAX prints before it aborts a process because a peer, or process 0, is gone.
 _PEER_IS_GONE = (
     "JAX distributed service detected fatal errors",
@@ -23,14 +32,18 @@ _PEER_IS_GONE = (
 class Roster:
     """The ranks of one generation: who is ready, who saved, who ended, and what that means.
 
-    `restoring` says whether this start is a recovery. What only a training generation can say is
+    `restoring` says whether this start is a recovery. While it stands by (`standby`) all that a
+    generation can say is that it is ready or lost; `promote` ends that. What only a training generation can say is
     held back until all ranks are ready, since slots report on separate ways.
     """
 
-    def __init__(self, *, generation: int, world_size: int, restoring: bool) -> None:
+    def __init__(
+        self, *, generation: int, world_size: int, restoring: bool, standby: bool = False
+    ) -> None:
         self.generation = generation
         self.world_size = world_size
         self.restoring = restoring
+        self.standby = standby
         self.ending = False  # An order to end was given: exits are no news.
         self.said: dict[str, dict[int, Record]] = {}
         self.phases: dict[int, str] = dict.fromkeys(range(world_size), "initialize")
@@ -48,6 +61,10 @@ class Roster:
             self._changed.clear()
             await self._changed.wait()
 
+    def promote(self) -> None:
+        """From now on it speaks as the active generation does."""
+        self.standby, self.restoring = False, True
+
     def take(self, record: Record, at: float) -> list[e.Event]:
         """The events that one report or exit amounts to, often none. `at` in seconds."""
         self._changed.set()
@@ -57,7 +74,9 @@ class Roster:
             return []
         first = rank not in self.said.setdefault(kind, {})
         self.said[kind][rank] = record
-        if kind in ("stepped", "checkpoint_committed", "checkpoint_failed", "completed"):
+        if self.standby:
+            return [] if self.ending else self._standing_by(record, kind, rank, at)
+        if kind in _TRAINING:
             self._held.append(record)
             return list(self._training(at))
         if kind == "ready" and self.is_ready and first:
@@ -77,6 +96,27 @@ class Roster:
             return self._exited(record, rank, at)
         return []
 
+    def _standing_by(self, record: Record, kind: str, rank: int, at: float) -> list[e.Event]:
+        common: dict[str, Any] = {"at": at, "generation": self.generation}
+        if kind == "standing_by":
+            said = self.said[kind].values()
+            if len(said) < self.world_size:
+                return []
+            memory_mb = sum(float(one.get("rss_bytes", 0)) for one in said) / 1e6
+            start_s = max(float(one.get("seconds", 0)) for one in said)
+            return [
+                e.StandbyReady(**common, start_s=round(start_s, 3), memory_mb=round(memory_mb, 1))
+            ]
+        if kind == "raised":
+            error = record["error"]
+            why = f"rank {rank} raised {error.get('type')}: {error.get('message')}"
+        elif kind == "exit":
+            how = record.get("signal") or f"status {record.get('status')}"
+            why = f"rank {rank} ended by {how}"
+        else:
+            return []
+        return [e.StandbyLost(**common, ranks=(rank,), why=why)]
+
     def _training(self, at: float) -> Iterator[e.Event]:
         if not self.is_ready:
             return
@@ -94,6 +134,8 @@ class Roster:
                         path=str(record["path"]),
                         duration_s=round(float(record["seconds"]), 3),
                     )
+                case "snapshot_failed":
+                    yield e.SnapshotFailed(**common, step=step, error=str(record["error"]))
                 case "checkpoint_failed":
                     yield e.CheckpointFailed(**common, step=step, error=str(record["error"]))
                 case "completed" if record["rank"] == 0:
@@ -140,8 +182,11 @@ class Roster:
         ]
 
 
-def silence(verdict: Suspicion, at: float) -> e.Event:
-    """The monitor's verdict as an event. `at` in seconds."""
+def silence(verdict: Suspicion, at: float, *, standby: bool) -> e.Event:
+    """The monitor's verdict as an event; `standby` if it is on the generation that stands by."""
+    if standby:
+        why = f"{verdict.kind.replace('_', ' ')} in {verdict.phase}: {verdict.why}"
+        return e.StandbyLost(at=at, generation=verdict.generation, ranks=verdict.ranks, why=why)
     common: dict[str, Any] = {
         "at": at,
         "generation": verdict.generation,

@@ -25,7 +25,10 @@ class SelectRestorePoint(Effect):
 class QuarantineRestorePoint(Effect):
     """Move a rejected restore point to where nothing picks it again."""
 
+    kind: str
+    step: int
     path: str
+    saved_by: int
     why: str
 
 
@@ -54,6 +57,23 @@ class RestoreWorkers(StartWorkers):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PrepareStandby(Effect):
+    """Start the next generation beside the active one, up to all but the state."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromoteStandby(StartWorkers):
+    """Have the generation that stands by load the restore point and train."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrepareSpares(Effect):
+    """Have a process with JAX imported wait in every slot."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SaveWorkers(Effect):
     """Have all workers stop after the same step and commit a last checkpoint."""
 
@@ -70,9 +90,13 @@ class CollectEvidence(Effect):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KillWorkers(Effect):
-    """End every process of the generation and prove that it is gone."""
+    """End every process of the generation and prove that it is gone.
+
+    With an incident, the last words of the living (stacks, log tails) go to its folder.
+    """
 
     generation: int
+    incident: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

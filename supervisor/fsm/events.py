@@ -323,6 +323,30 @@ class CheckpointFailed(GenerationEvent):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotFailed(GenerationEvent):
+    """No snapshots for now, for example because /dev/shm is full; training goes on."""
+
+    step: int
+    error: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StandbyReady(GenerationEvent):
+    """The next generation stands by. Its cost: seconds to start, MB of memory over its ranks."""
+
+    start_s: float
+    memory_mb: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StandbyLost(GenerationEvent):
+    """A worker of the generation that stood by, or was about to, ended, raised or fell silent."""
+
+    ranks: tuple[int, ...]
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingCompleted(GenerationEvent):
     """The last step is done and committed."""
 
@@ -406,6 +430,13 @@ class RetryRuledOut(RaisedEvent):
     why: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StandbyDisabled(RaisedEvent):
+    """Standbys failed too often in a row: recoveries take the next rung from now on."""
+
+    failures: int
+
+
 # Trouble with the active generation: each of these opens an incident.
 FAILURES: tuple[type[GenerationEvent], ...] = (
     WorkerCrashed,
@@ -417,4 +448,5 @@ FAILURES: tuple[type[GenerationEvent], ...] = (
     InitializationFailed,
     RestoreFailed,
 )
-RAISED: tuple[type[RaisedEvent], ...] = (RetryGranted, RetryBudgetExhausted, RetryRuledOut)
+VERDICTS: tuple[type[RaisedEvent], ...] = (RetryGranted, RetryBudgetExhausted, RetryRuledOut)
+RAISED: tuple[type[RaisedEvent], ...] = (*VERDICTS, StandbyDisabled)

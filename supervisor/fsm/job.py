@@ -15,6 +15,9 @@ from .effects import (
     KillWorkers,
     NotifyOperator,
     PlaceSlots,
+    PrepareSpares,
+    PrepareStandby,
+    PromoteStandby,
     PruneCheckpoints,
     QuarantineRestorePoint,
     RecordIncident,
@@ -43,6 +46,10 @@ from .events import (
     RetryRuledOut,
     SlotLost,
     SlotsPlaced,
+    SnapshotFailed,
+    StandbyDisabled,
+    StandbyLost,
+    StandbyReady,
     StopRequested,
     TrainingCompleted,
     WorkerCrashed,
@@ -77,6 +84,8 @@ class Limits:
     drain_s: float = 30.0
     capacity_wait_s: float = 0.0
     checkpoints_kept: int = 2
+    standby: str = "none"
+    standby_failures_max: int = 3
     seed: int = 0
 
 
@@ -90,9 +99,13 @@ class Job:
     generation: int = 0  # The last one issued; numbers only grow.
     active: int = 0
     standby: int | None = None
+    standby_ready: bool = False
+    standby_failures: int = 0
+    standby_off: bool = False
     leaving: tuple[int, ...] = ()
     placement: int = 0
     slots_placed: bool = False
+    rung: str = ""  # How the active generation came to be: "standby" or "slots".
     restore_kind: str = ""
     restore_step: int = 0
     restore_path: str = ""
@@ -108,6 +121,7 @@ class Job:
     result: dict[str, Any] = field(default_factory=dict)
     incident: Incident | None = None
     incidents: int = 0
+    free: bool = False  # What ended the generation belongs to an incident already charged.
     spent: dict[str, tuple[float, ...]] = field(default_factory=dict)
     streak: int = 0
     no_progress: int = 0
@@ -146,6 +160,26 @@ class Job:
 
     def slots_intact(self, event: Event) -> bool:
         return self.slots_placed
+
+    def wants_standby(self, event: Event) -> bool:
+        missing = self.standby is None and not self.standby_off and self.slots_placed
+        return missing and self.limits.standby == "generation"
+
+    def standby_is_due(self, event: DeadlinePassed) -> bool:
+        return event.id == "standby" and self.wants_standby(event)
+
+    def wants_spares(self, event: Event) -> bool:
+        return self.limits.standby == "spares" and self.slots_placed
+
+    def is_standby(self, event: StandbyReady | StandbyLost) -> bool:
+        return event.generation == self.standby
+
+    def was_promoted(self, event: Event) -> bool:
+        """The workers that are being restored are those of a standby: a rung, not the last."""
+        return self.rung == "standby"
+
+    def may_promote(self, event: Event) -> bool:
+        return self.rung == "standby" and self.slots_placed
 
     def waits_for_capacity(self, event: Event) -> bool:
         return self.limits.capacity_wait_s > 0
@@ -207,6 +241,15 @@ class Job:
     def issue_generation(self, event: Event) -> None:
         self.generation += 1
         self.active = self.generation
+        self.rung = "slots"
+
+    def advance_generation(self, event: Event) -> None:
+        """The generation that stands by, ready or half-built, is the next one."""
+        if self.standby is None:
+            self.issue_generation(event)
+            return
+        self.active, self.standby, self.standby_ready = self.standby, None, False
+        self.rung = "standby"
 
     def select_restore_point(self, event: Event) -> None:
         self.effects.append(
@@ -220,8 +263,12 @@ class Job:
     def accept_restore_point(self, event: RestorePointSelected) -> None:
         self.restore_kind, self.restore_step = event.kind, event.step
         self.restore_path, self.restore_saved_by = event.path, event.saved_by
-        if event.kind != "seed":
+        if event.kind == "checkpoint":
             self.committed_step = event.step
+        if event.step > self.progress_mark:
+            self.progress_mark, self.no_progress, self.streak = event.step, 0, 0
+        else:
+            self.no_progress += 1
 
     def place_slots(self, event: Event) -> None:
         self.placement += 1
@@ -235,6 +282,43 @@ class Job:
 
     def restore_workers(self, event: Event) -> None:
         self.effects.append(RestoreWorkers(**self._start()))
+
+    def promote_standby(self, event: Event) -> None:
+        self.effects.append(PromoteStandby(**self._start()))
+
+    def prepare_standby(self, event: Event) -> None:
+        self.generation += 1
+        self.standby, self.standby_ready = self.generation, False
+        self.effects.append(PrepareStandby(generation=self.standby))
+
+    def prepare_spares(self, event: Event) -> None:
+        self.effects.append(PrepareSpares())
+
+    def note_standby(self, event: StandbyReady) -> None:
+        self.standby_ready, self.standby_failures = True, 0
+
+    def lose_standby(self, event: StandbyLost) -> None:
+        """Never the job's budget: a standby that fails is tried again later, and then no more."""
+        self._discard_standby()
+        self.standby_failures += 1
+        if self.standby_failures >= self.limits.standby_failures_max:
+            self.standby_off = True
+            self.raised.append(
+                StandbyDisabled(at=event.at, generation=self.active, failures=self.standby_failures)
+            )
+        else:
+            pause_s = self.limits.backoff_base_s * 2.0 ** (self.standby_failures - 1)
+            self._set_deadline("standby", min(pause_s, self.limits.backoff_max_s))
+
+    def report_standby_disabled(self, event: StandbyDisabled) -> None:
+        message = f"no standby any more: {event.failures} in a row failed; recoveries are slower"
+        self.effects.append(NotifyOperator(message=message))
+
+    def _discard_standby(self) -> None:
+        if self.standby is not None:
+            self.leaving = (*self.leaving, self.standby)
+            self.effects.append(KillWorkers(generation=self.standby, incident=0))
+            self.standby, self.standby_ready = None, False
 
     def _start(self) -> dict[str, Any]:
         return {
@@ -261,7 +345,7 @@ class Job:
     def note_checkpoint(self, event: CheckpointCommitted) -> None:
         self.committed_step = event.step
         if event.step > self.progress_mark:
-            self.streak = 0
+            self.streak = self.no_progress = 0
         keep = self.limits.checkpoints_kept
         self.verified = (*self.verified, (event.generation, event.step))[-keep:]
         self.effects.append(PruneCheckpoints(keep=keep, verified=self.verified))
@@ -270,6 +354,9 @@ class Job:
         self.effects.append(
             NotifyOperator(message=f"the checkpoint of step {event.step} failed: {event.error}")
         )
+
+    def report_failed_snapshot(self, event: SnapshotFailed) -> None:
+        self.effects.append(NotifyOperator(message=f"no snapshots for now: {event.error}"))
 
     def report_housekeeping(self, event: HousekeepingFailed) -> None:
         self.effects.append(NotifyOperator(message=f"{event.action} failed: {event.error}"))
@@ -320,6 +407,10 @@ class Job:
         self.incidents += 1
         self.incident = incident_of(event, number=self.incidents, generation=self.active)
 
+    def fall_a_rung(self, event: Event) -> None:
+        """What fails on the way back belongs to the incident that is under way."""
+        self.free = True
+
     def name_culprit(self, event: Event) -> None:
         """A primary cause turned up within the last-call window."""
         assert self.incident is not None
@@ -335,11 +426,13 @@ class Job:
         self.incident = replace(self.incident, victims=tuple(sorted(more)))
 
     def lose_slots(self, event: Event) -> None:
+        """A standby lives in the same slots, and is of no use without all of them."""
         self.slots_placed = False
+        self._discard_standby()
 
     def note_lost_slots(self, event: Event) -> None:
         if isinstance(event, SlotLost | NodeLost):
-            self.slots_placed = False
+            self.lose_slots(event)
 
     def call_last(self, event: Event) -> None:
         """A victim spoke first: wait a moment for the culprit."""
@@ -358,20 +451,30 @@ class Job:
 
     def kill_workers(self, event: Event) -> None:
         self.stage = "killing"
-        self.effects.append(KillWorkers(generation=self.active))
+        incident = self.incident.number if self.incident and self.purpose == "recover" else 0
+        self.effects.append(KillWorkers(generation=self.active, incident=incident))
 
     def quarantine_restore_point(self, event: RestorePointRejected) -> None:
-        bad = (self.restore_saved_by, self.restore_step)
-        self.verified = tuple(each for each in self.verified if each != bad)
         self.stage = "quarantine"
-        self.effects.append(QuarantineRestorePoint(path=event.path, why=event.why))
+        if self.restore_kind == "checkpoint":
+            bad = (self.restore_saved_by, self.restore_step)
+            self.verified = tuple(each for each in self.verified if each != bad)
+        self.effects.append(
+            QuarantineRestorePoint(
+                kind=self.restore_kind,
+                step=self.restore_step,
+                path=event.path,
+                saved_by=self.restore_saved_by,
+                why=event.why,
+            )
+        )
 
     def note_failed_save(self, event: Event) -> None:
         self.effects.append(NotifyOperator(message=f"no last checkpoint: {why_of(event)}"))
 
     def quarantine_slots(self, event: ExitUnproven) -> None:
         """Where a process may still live, nothing is started again."""
-        self.slots_placed = False
+        self.lose_slots(event)
         self.unproven = (*self.unproven, *event.unproven)
         names = ", ".join(event.unproven)
         self.effects.append(NotifyOperator(message=f"the end of {names} could not be proven"))
@@ -392,8 +495,9 @@ class Job:
 
     def _verdict(self, incident: Incident, at: float) -> RaisedEvent:
         common: dict[str, Any] = {"at": at, "generation": self.active}
-        if incident.cause == "restore_point":
-            # A rung of a recovery, not a failure; there are only so many restore points.
+        if self.free:
+            # A rung of a recovery: there is one standby, and only so many restore points.
+            self.free = False
             return RetryGranted(**common, budget="none", spent=0, limit=-1, backoff_s=0.0)
         if incident.pointless and not self.stepped:
             return RetryRuledOut(**common, rule="before_first_step", why=incident.story)
@@ -409,10 +513,7 @@ class Job:
         charge: dict[str, Any] = {"budget": incident.cause, "limit": limit}
         if 0 <= limit <= len(used):
             return RetryBudgetExhausted(**common, **charge, spent=len(used))
-        moved = self.committed_step > self.progress_mark
-        self.no_progress = 0 if moved else self.no_progress + 1
-        self.progress_mark = self.committed_step
-        if self.no_progress > self.limits.no_progress_max >= 0:
+        if self.no_progress >= self.limits.no_progress_max >= 0:
             why = f"no later restore point over {self.limits.no_progress_max} generations"
             return RetryRuledOut(**common, rule="no_progress", why=why)
         self.spent = {**self.spent, incident.cause: (*used, at)}
@@ -457,6 +558,7 @@ class Job:
 
     def finish(self, event: Event) -> None:
         """The last orders of a run. `state` is already the terminal one."""
+        self.standby, self.standby_ready = None, False  # It ends with its slots.
         reason = self.reason
         if self.unproven:
             reason += f"; could not be ended: {', '.join(self.unproven)}"

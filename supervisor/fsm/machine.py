@@ -17,6 +17,8 @@ from .events import (
     ExitUnproven,
     GenerationEvent,
     RaisedEvent,
+    StandbyLost,
+    StandbyReady,
     WorkersGone,
 )
 from .job import Job
@@ -150,6 +152,8 @@ def _turned_away(job: Job, event: Event) -> str:
     if event.generation == job.active:
         return ""
     if event.generation == job.standby:
+        if isinstance(event, StandbyReady | StandbyLost):
+            return ""
         return "not a word that a standby may say"
     if event.generation in job.leaving:
         if isinstance(event, WorkersGone | ExitUnproven):

@@ -108,7 +108,30 @@ STARTING_UP = [
 ]
 
 RUNNING = [
+    on(
+        e.FirstStepTaken,
+        S.RUNNING,
+        None,
+        "training goes on, and the next generation is prepared beside it",
+        when="wants_standby",
+        do="note_first_step prepare_standby",
+    ),
+    on(
+        e.FirstStepTaken,
+        S.RUNNING,
+        None,
+        "training goes on, and new processes are kept ready in the slots",
+        when="wants_spares",
+        do="note_first_step prepare_spares",
+    ),
     on(e.FirstStepTaken, (S.RUNNING, S.DRAINING), None, "training goes on", do="note_first_step"),
+    on(
+        e.SnapshotFailed,
+        (S.RUNNING, S.DRAINING),
+        None,
+        "training goes on; checkpoints still count",
+        do="report_failed_snapshot",
+    ),
     on(
         e.CheckpointCommitted,
         (S.RUNNING, S.DRAINING),
@@ -147,6 +170,18 @@ RUNNING = [
     ),
 ]
 
+RUNGS = [
+    on(
+        event,
+        S.RESTORING,
+        S.DRAINING,
+        "the promoted standby failed: the same incident goes on with new workers in the slots",
+        when="was_promoted",
+        do="drain_to_recover fall_a_rung note_lost_slots kill_workers",
+    )
+    for event in (*e.FAILURES, e.StandbyLost)
+]
+
 FAILURES = [
     *[
         on(
@@ -155,7 +190,7 @@ FAILURES = [
             S.DRAINING,
             "the culprit is known",
             when="is_primary",
-            do="drain_to_recover open_incident collect_evidence",
+            do="drain_to_recover open_incident kill_workers",
         )
         for event in (e.WorkerCrashed, e.WorkerRaised)
     ],
@@ -185,7 +220,7 @@ FAILURES = [
             (*STARTING, S.RUNNING),
             S.DRAINING,
             "the slots must be placed anew",
-            do="drain_to_recover open_incident lose_slots collect_evidence",
+            do="drain_to_recover open_incident lose_slots kill_workers",
         )
         for event in (e.SlotLost, e.NodeLost)
     ],
@@ -202,16 +237,23 @@ FAILURES = [
             STARTING,
             S.DRAINING,
             "the start failed",
-            do="drain_to_recover open_incident collect_evidence",
+            do="drain_to_recover open_incident kill_workers",
         )
         for event in (e.InitializationFailed, e.RestoreFailed)
     ],
     on(
         e.RestorePointRejected,
-        STARTING,
+        S.INITIALIZING,
         S.DRAINING,
         "the restore point is damaged; it goes to quarantine and the one before is taken",
-        do="drain_to_recover open_incident quarantine_restore_point",
+        do="drain_to_recover open_incident fall_a_rung quarantine_restore_point",
+    ),
+    on(
+        e.RestorePointRejected,
+        S.RESTORING,
+        S.DRAINING,
+        "the restore point is damaged; it goes to quarantine and the one before is taken",
+        do="drain_to_recover fall_a_rung quarantine_restore_point",
     ),
     on(
         e.RestorePointsExhausted,
@@ -230,7 +272,7 @@ DRAINING = [
             None,
             "this is the culprit that the last call waited for",
             when="names_culprit",
-            do="name_culprit note_lost_slots collect_evidence",
+            do="name_culprit note_lost_slots kill_workers",
         )
         for event in e.FAILURES
     ],
@@ -377,10 +419,44 @@ DRAINING = [
         S.DRAINING,
         S.RESTORING,
         "the next generation may start",
-        do="issue_generation back_off",
+        do="advance_generation back_off",
     ),
     on(e.RetryBudgetExhausted, S.DRAINING, S.FAILED, "the budget is spent", do="give_up finish"),
     on(e.RetryRuledOut, S.DRAINING, S.FAILED, "no retry can help", do="give_up finish"),
+]
+
+STANDBY = [
+    on(
+        e.StandbyReady,
+        LIVE,
+        None,
+        "the next generation needs only a state",
+        when="is_standby",
+        do="note_standby",
+    ),
+    on(
+        e.StandbyLost,
+        LIVE,
+        None,
+        "the job goes on without; it is prepared again after a pause",
+        when="is_standby",
+        do="lose_standby",
+    ),
+    on(
+        e.DeadlinePassed,
+        S.RUNNING,
+        None,
+        "the pause after a lost standby is over",
+        when="standby_is_due",
+        do="prepare_standby",
+    ),
+    on(
+        e.StandbyDisabled,
+        LIVE,
+        None,
+        "it fails again and again: it costs more than it gives",
+        do="report_standby_disabled",
+    ),
 ]
 
 RESTORING = [
@@ -398,6 +474,14 @@ RESTORING = [
         "the pause is over",
         when="pause_ended",
         do="select_restore_point",
+    ),
+    on(
+        e.RestorePointSelected,
+        S.RESTORING,
+        None,
+        "the standby has all but the state",
+        when="may_promote",
+        do="accept_restore_point promote_standby",
     ),
     on(
         e.RestorePointSelected,
@@ -447,6 +531,7 @@ HOUSEKEEPING = [
     ),
 ]
 
+NOT_STEPPED = "not all workers are ready, so none has stepped"
 NO_WORKER = "no worker of this generation exists yet"
 IGNORED = [
     *ignore([e.JobStarted], [s for s in LIVE if s is not S.PROVISIONING], "a run opens once"),
@@ -511,8 +596,11 @@ IGNORED = [
     *ignore(
         [e.FirstStepTaken, e.CheckpointCommitted, e.CheckpointFailed, e.TrainingCompleted],
         STARTING,
-        "not all workers are ready, so none has stepped",
+        NOT_STEPPED,
     ),
+    *ignore([e.SnapshotFailed], S.PROVISIONING, NO_WORKER),
+    *ignore([e.SnapshotFailed], STARTING, NOT_STEPPED),
+    *ignore([e.StandbyReady, e.StandbyLost], LIVE, "it is no standby any more"),
     *ignore([e.WorkersSaved, e.LastSaveFailed], SETTLED, "no last save was asked for"),
     *ignore([e.WorkersSaved, e.LastSaveFailed], S.DRAINING, "the drain no longer waits for it"),
     *ignore([e.EvidenceCollected], SETTLED, "the incident is closed"),
@@ -529,14 +617,17 @@ IGNORED = [
 TRANSITIONS: list[Row] = [
     *STARTING_UP,
     *RUNNING,
+    *RUNGS,
     *FAILURES,
     *DRAINING,
+    *STANDBY,
     *RESTORING,
     *HOUSEKEEPING,
     *IGNORED,
 ]
 
-# Raised events have no row elsewhere: the core raises them while it drains and nowhere else.
+# Verdicts on a retry are raised while the job drains and nowhere else.
 IMPOSSIBLE = frozenset(
-    (event, state) for event in e.RAISED for state in State if state is not S.DRAINING
+    {(event, state) for event in e.VERDICTS for state in State if state is not S.DRAINING}
+    | {(e.StandbyDisabled, state) for state in TERMINAL}
 )

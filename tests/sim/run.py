@@ -16,7 +16,7 @@ from supervisor.fsm.job import Job, Limits
 from supervisor.heartbeats import Deadlines, HeartbeatMonitor, Suspicion, watch
 from supervisor.journal import Journal, Record, read_journal
 from supervisor.past import past_of
-from supervisor.performers import Performers
+from supervisor.performers import Performers, restore_point_of
 from supervisor.workers import silence
 from tests.sim.world import Script, SimCluster, SimDisk, SimStore
 from tests.supervisor.virtual import AUTO, VirtualLoop
@@ -133,7 +133,7 @@ async def _run(
             placement=past.placement,
             incidents=past.incidents,
             committed_step=past.committed_step,
-            progress_mark=past.committed_step,
+            progress_mark=past.committed_step - 1,
             verified=past.verified,
         ),
         journal=journal,
@@ -152,7 +152,8 @@ async def _run(
         daemon.post(kind(at=clock(), generation=daemon.job.active, ranks=ranks, why=why))
 
     def suspect(found: Suspicion) -> None:
-        daemon.post(silence(found, clock()))
+        standby = found.generation == daemon.job.standby
+        daemon.post(silence(found, clock(), standby=standby))
 
     def lost(why: str) -> None:
         nonlocal blind_at
@@ -185,6 +186,7 @@ async def _run(
     finally:
         watcher.cancel()
         await asyncio.gather(watcher, return_exceptions=True)
+        await cluster.end_all()
         journal.close()
     return Sim(
         status=status,
@@ -197,8 +199,7 @@ async def _run(
     )
 
 
-def _spec(effect: x.StartWorkers, rank: int) -> dict[str, Any]:
-    point = None
-    if effect.kind != "seed":
-        point = {"path": effect.path, "step": effect.step, "generation": effect.saved_by}
-    return {"rank": rank, "restore_point": point}
+def _spec(effect: x.StartWorkers | x.PrepareStandby, rank: int) -> dict[str, Any]:
+    if isinstance(effect, x.PrepareStandby):
+        return {"rank": rank, "role": "standby", "restore_point": None}
+    return {"rank": rank, "role": "active", "restore_point": restore_point_of(effect)}

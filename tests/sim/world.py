@@ -8,7 +8,14 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from supervisor.cluster import ClusterError, Exit, PlacementTimedOut, Slot, StartFailed
+from supervisor.cluster import (
+    ClusterError,
+    Exit,
+    PlacementTimedOut,
+    Slot,
+    Snapshot,
+    StartFailed,
+)
 from supervisor.heartbeats import StoreUnavailable
 from supervisor.restore_points import RestorePoint
 from trainer.heartbeat import BeatMessage, beat_key
@@ -57,6 +64,9 @@ class Script:
     evaluate_every: int = 0
     evaluate_s: float = 0.5
     checkpoint_every: int = 10
+    snapshot_every: int = 0
+    snapshots_unknown: bool = False
+    snapshot_fails_at: int = -1
     placement_s: float = 5.0
     faults: list[Fault] = field(default_factory=list)
     shortage: str | None = None
@@ -105,6 +115,8 @@ class SimCluster:
         self.workers: dict[tuple[int, int], Worker] = {}
         self.calls: list[str] = []
         self.ever_two_alive = False
+        self.held: list[Snapshot] = []
+        self._counting: set[int] = set()
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._orders: dict[int, asyncio.Queue[tuple[int, Record]]] = {}
 
@@ -156,8 +168,9 @@ class SimCluster:
 
     async def start(self, generation: int, specs: Sequence[dict[str, Any]]) -> dict[int, int]:
         self.calls.append(f"start {generation}")
-        alive = {one.generation for one in self.workers.values() if one.exit is None}
-        self.ever_two_alive |= bool(alive - {generation})
+        standby = specs[0]["role"] == "standby"
+        if not standby:
+            self._count(generation)
         if self.script.start_fails:
             raise StartFailed(self.script.start_fails.pop(0), "the slot did not answer")
         ranks = range(self.script.workers)
@@ -165,10 +178,29 @@ class SimCluster:
             self.workers[(generation, rank)] = Worker(generation, rank)
         point = specs[0]["restore_point"]
         self._orders[generation] = asyncio.Queue()
-        self._tasks[generation] = asyncio.create_task(self._live(generation, point))
+        self._tasks[generation] = asyncio.create_task(self._live(generation, point, standby))
         return {rank: generation * 100 + rank for rank in ranks}
 
+    def _count(self, generation: int) -> None:
+        """From now on it trains, or means to: no other that does may be alive."""
+        self._counting.add(generation)
+        alive = {one.generation for one in self.workers.values() if one.exit is None}
+        self.ever_two_alive |= bool(alive & self._counting - {generation})
+
+    async def snapshots(self) -> list[Snapshot]:
+        if self.script.snapshots_unknown:
+            raise ClusterError("no slot answers")
+        return list(self.held)
+
+    async def discard_snapshot(self, generation: int, step: int) -> None:
+        self.held = [one for one in self.held if (one.generation, one.step) != (generation, step)]
+
+    async def prepare_spares(self) -> None:
+        self.calls.append("spares")
+
     async def order(self, generation: int, rank: int, order: dict[str, Any]) -> None:
+        if order["order"] == "promote" and rank == 0:
+            self._count(generation)
         if self.workers[(generation, rank)].exit is not None:
             raise ClusterError(f"rank {rank} has ended")
         if not self.script.last_save_hangs:
@@ -178,7 +210,7 @@ class SimCluster:
         self.end(self.workers[(generation, rank)], None, name)
 
     async def kill(
-        self, generation: int, timeout_s: float
+        self, generation: int, timeout_s: float, *, last_words: bool = False
     ) -> tuple[tuple[Exit, ...], tuple[str, ...]]:
         self.calls.append(f"kill {generation}")
         if task := self._tasks.pop(generation, None):
@@ -201,6 +233,7 @@ class SimCluster:
                     status=worker.exit["status"],
                     signal=worker.exit["signal"],
                     log_tail=(),
+                    stacks="a stack" if last_words else "",
                 )
             )
         return tuple(exits), tuple(unproven)
@@ -228,23 +261,37 @@ class SimCluster:
         return found
 
     async def release(self) -> None:
+        """As the real one does: no child outlives its slot."""
         self.calls.append("release")
+        await self.end_all()
+
+    async def end_all(self) -> None:
+        """Nothing of the fake world goes on."""
+        tasks, self._tasks = self._tasks, {}
+        for task in tasks.values():
+            task.cancel()
+        await asyncio.gather(*tasks.values(), return_exceptions=True)
+        for worker in self.workers.values():
+            if worker.exit is None:
+                worker.exit = {"status": None, "signal": "SIGKILL", "log_tail": []}
 
     async def disconnect(self, stop_head: bool) -> None:
         self.calls.append("disconnect")
 
     # The life of a generation
 
-    async def _live(self, generation: int, point: dict[str, Any] | None) -> None:
+    async def _live(self, generation: int, point: dict[str, Any] | None, standby: bool) -> None:
         script = self.script
         crew = [self.workers[(generation, rank)] for rank in range(script.workers)]
+        await self._phase(crew, "initialize", -1, script.start_s, point)
+        await self._phase(crew, "compile", -1, script.compile_s, point)
+        if standby:
+            await self._phase(crew, "wait", -1, 0.0, None)
+            for worker in crew:
+                self.say(worker, "standing_by", seconds=3.0, rss_bytes=400e6)
+            point = await self._promoted(generation)
         at = point["step"] if point else 0
-        for phase, seconds in (
-            ("initialize", script.start_s),
-            ("compile", script.compile_s),
-            ("restore", script.restore_s),
-        ):
-            await self._phase(crew, phase, -1, seconds, point)
+        await self._phase(crew, "restore", -1, script.restore_s, point)
         for worker in crew:
             worker.enter("step", at)
             self.say(worker, "ready", step=at, environment={}, differences=[])
@@ -259,6 +306,11 @@ class SimCluster:
                 if at == first:
                     self.say(worker, "stepped", step=at)
             at += 1
+            if script.snapshot_every and at % script.snapshot_every == 0:
+                here = Snapshot(generation=generation, step=at, path="/dev/shm/sim")
+                self.held = [*self.held[-1:], here]
+            if at == script.snapshot_fails_at:
+                self.say(crew[0], "snapshot_failed", step=at, error="the disk is full")
             if script.evaluate_every and at % script.evaluate_every == 0:
                 await self._phase(crew, "evaluate", at, script.evaluate_s, point)
             if at % script.checkpoint_every == 0 or at == script.steps or at > stop_after:
@@ -280,6 +332,13 @@ class SimCluster:
                 unigram_entropy=3.0,
             )
         await asyncio.sleep(FOREVER)
+
+    async def _promoted(self, generation: int) -> dict[str, Any] | None:
+        while True:
+            _, order = await self._orders[generation].get()
+            if order["order"] == "promote":
+                point: dict[str, Any] | None = order["restore_point"]
+                return point
 
     async def _orders_between(
         self, generation: int, crew: list[Worker], at: int, stop_after: int
