@@ -572,7 +572,8 @@ class RayCluster:
         self._dead[rank] = why
         if not self._news:
             asyncio.get_running_loop().call_later(_SAME_MOMENT_S, self._tell_losses)
-        self._news.setdefault((why if node_lost else "", node_lost), []).append(rank)
+        where = self._slots[rank].node_id if node_lost else ""
+        self._news.setdefault((where, node_lost), []).append(rank)
 
     def _tell_losses(self) -> None:
         news, self._news = self._news, {}
@@ -596,6 +597,7 @@ class RayCluster:
         # Ray's own code ends this process 61 s after the head, so we have to leave before. Until
         # then slots that live may still be told to end their children.
         await asyncio.sleep(_LEAVE_AFTER_S)
+        self._stop_watching()
         self._dead = {slot.rank: "its cluster was lost" for slot in self._slots}
         await self._in_thread(_DISCONNECT_LIMIT_S, ray_calls.disconnect)
 

@@ -170,7 +170,7 @@ def test_the_token_is_made_once_and_is_for_its_owner_only(
 _INTRUDE = """
 import os, sys
 os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN="f" * 64)
-os.environ.update(RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0")
+os.environ.update(RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0", RAY_NUM_REDIS_GET_RETRIES="1")
 import ray
 try:
     ray.init(address=sys.argv[1], log_to_driver=False)
