@@ -194,7 +194,8 @@ class Child:
             "pid": self.identity.pid,
             "status": status if status >= 0 else None,
             "signal": signal_name(-status) if status < 0 else None,
-            "log_tail": log_tail(self.launch.log_path, lines=20),
+            # Long enough for the cause to be in it though stacks were asked for in the meantime.
+            "log_tail": log_tail(self.launch.log_path, lines=200),
             **_last_beat(self.launch.beat_file),
         }
         self._publish(self.exit)
