@@ -39,6 +39,8 @@ from supervisor.performers import Performers, restore_point_of
 from supervisor.status import snapshot
 from supervisor.workers import silence
 from trainer.heartbeat import BeatMessage
+from trainer.snapshot import directory_of as snapshot_directory
+from trainer.snapshot import sweep
 
 log = structlog.get_logger(__name__)
 
@@ -415,8 +417,13 @@ class _Assembly:
         await self.daemon.performers.reach_cluster()
 
     async def _sweep_saves(self) -> None:
-        """Nobody lives, so what is unfinished now stays so."""
+        """Nobody lives, so what is unfinished now stays so.
+
+        Snapshots count only if a daemon vanished: a job that ended left none that matter.
+        """
         try:
+            if self.past.state in SAFE_STATES:
+                await asyncio.to_thread(sweep, self.snapshots)
             for path in await RunFiles(self.run_dir).sweep_unfinished():
                 log.info("unfinished_save_deleted", path=str(path))
         except OSError as error:

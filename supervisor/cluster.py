@@ -19,6 +19,8 @@ from supervisor.embedded import EmbeddedRay
 from supervisor.errors import EverstepError
 from trainer.child import end_generation, end_orphans, log_path, log_tail, machine
 from trainer.processes import Identity
+from trainer.snapshot import SnapshotInfo, discard, list_snapshots, sweep
+from trainer.snapshot import directory_of as snapshot_directory
 from trainer.worker import COMMAND, POLL_S
 
 T = TypeVar("T")
@@ -165,8 +167,8 @@ class Cluster(Protocol):
     async def witness(self, generation: int, ranks: Collection[int]) -> dict[int, dict[str, Any]]:
         """What the slots see of these ranks; a rank that is missing gave no answer."""
 
-    async def release(self) -> None:
-        """Give the slots back to the cluster."""
+    async def release(self, *, forget: bool = True) -> None:
+        """Give the slots back to the cluster; with `forget` the snapshots in memory too."""
 
     async def disconnect(self, stop_head: bool) -> None:
         """Leave the cluster; end the head if it is the job's own and that is wanted."""
@@ -230,7 +232,9 @@ class RayCluster:
         """End leftovers of this run by exact name; their names. Raises ClusterError otherwise."""
         found = await self._in_thread(_TABLE_LIMIT_S, ray_calls.find_slots, f"{self._prefix}slot:")
         endings = (
-            self._ask(name, actor, "end", self._epoch, _ORDER_LIMIT_S, limit_s=_ORDER_LIMIT_S + 1)
+            self._ask(
+                name, actor, "end", self._epoch, _ORDER_LIMIT_S, False, limit_s=_ORDER_LIMIT_S + 1
+            )
             for name, actor in found.items()
         )
         # One that does not answer is killed like the others, and its children die with it.
@@ -254,7 +258,7 @@ class RayCluster:
 
         Raises PlacementTimedOut or ClusterError.
         """
-        await self.release()
+        await self.release(forget=False)
         try:
             async with asyncio.timeout(timeout_s):
                 await self._place(placement)
@@ -302,16 +306,50 @@ class RayCluster:
         await self._tell(rank, "signal", generation, name)
 
     async def kill(
-        self, generation: int, timeout_s: float
+        self, generation: int, timeout_s: float, *, last_words: bool = False
     ) -> tuple[tuple[Exit, ...], tuple[str, ...]]:
         """Never raises for a slot that is dead or silent: it is told among the unproven."""
-        kills = (self._kill(slot, generation, timeout_s) for slot in self._slots)
+        kills = (self._kill(slot, generation, timeout_s, last_words) for slot in self._slots)
         outcomes = await asyncio.gather(*kills)
         exits = tuple(end for end, _ in outcomes if end is not None)
         unproven = tuple(why for _, why in outcomes if why is not None)
         if not unproven:
             self._started.pop(generation, None)
         return exits, unproven
+
+    async def snapshots(self) -> list[Snapshot]:
+        """Where all slots are on this machine, no slot is asked."""
+        if all(one == machine() for one in self._machines):
+            directory = snapshot_directory(self._run_dir)
+            found = await self._in_thread(_ORDER_LIMIT_S, list_snapshots, directory)
+            held = [(one, str(directory)) for one in found]
+        else:
+            questions = (self._tell(slot.rank, "snapshots") for slot in self._slots)
+            answers = await asyncio.gather(*questions, return_exceptions=True)
+            held = [
+                (SnapshotInfo(**{**one, "rank": slot.rank}), str(one["path"]))
+                for slot, answer in zip(self._slots, answers, strict=True)
+                if not isinstance(answer, BaseException)
+                for one in answer["snapshots"]
+            ]
+        return _complete(held)
+
+    async def discard_snapshot(self, generation: int, step: int) -> None:
+        """On this machine, and wherever there are slots."""
+        directory = snapshot_directory(self._run_dir)
+        await self._in_thread(_ORDER_LIMIT_S, discard, directory, generation, step)
+        if any(one != machine() for one in self._machines):
+            await asyncio.gather(
+                *(
+                    self._tell(slot.rank, "discard_snapshot", generation, step)
+                    for slot in self._slots
+                    if slot.rank not in self._dead
+                )
+            )
+
+    async def prepare_spares(self) -> None:
+        """In all slots at once. Raises ClusterError."""
+        await asyncio.gather(*(self._tell(slot.rank, "prepare_spare") for slot in self._slots))
 
     async def evidence(self, generation: int) -> dict[int, dict[str, Any]]:
         """All ranks in parallel, at most 2 s. Never raises."""
@@ -352,13 +390,17 @@ class RayCluster:
             if not isinstance(answer, BaseException)
         }
 
-    async def release(self) -> None:
+    async def release(self, *, forget: bool = True) -> None:
         """End children, actors and group, and wait until all are gone. Raises ClusterError."""
-        if not self._actors:
-            return
+        if self._actors:
+            await self._end_slots(forget)
+        if forget:
+            await self._in_thread(_ORDER_LIMIT_S, sweep, snapshot_directory(self._run_dir))
+
+    async def _end_slots(self, forget: bool) -> None:
         self._stop_watching()
         endings = (
-            self._tell(slot.rank, "end", _ORDER_LIMIT_S, limit_s=_ORDER_LIMIT_S + 1)
+            self._tell(slot.rank, "end", _ORDER_LIMIT_S, forget, limit_s=_ORDER_LIMIT_S + 1)
             for slot in self._slots
             if slot.rank not in self._dead
         )
@@ -478,7 +520,7 @@ class RayCluster:
     # Ending
 
     async def _kill(
-        self, slot: Slot, generation: int, timeout_s: float
+        self, slot: Slot, generation: int, timeout_s: float, last_words: bool
     ) -> tuple[Exit | None, str | None]:
         """How a rank ended, or why that is not known."""
         where = f"rank {slot.rank} of generation {generation} on {slot.host}"
@@ -487,7 +529,9 @@ class RayCluster:
             left_s = max(0.0, deadline - asyncio.get_running_loop().time())
             turn_s = min(left_s, _PATIENCE_S)
             try:
-                answer = await self._tell(slot.rank, "kill", generation, turn_s, limit_s=turn_s + 1)
+                answer = await self._tell(
+                    slot.rank, "kill", generation, turn_s, last_words, limit_s=turn_s + 1
+                )
             except (SlotDied, SlotSilent) as error:
                 if self._machines[slot.rank] == machine():
                     return await self._end_here(slot, generation, left_s, where)
@@ -499,7 +543,7 @@ class RayCluster:
             else:
                 if not answer["survivors"]:
                     end = answer["exit"]
-                    return end and _exit(slot.rank, end), None
+                    return end and _exit(slot.rank, end, answer["stacks"]), None
                 pids = ", ".join(map(str, answer["survivors"]))
                 doubt = f"{where}: pid {pids} still there {timeout_s:.1f} s after SIGKILL"
             if left_s <= turn_s:
@@ -722,12 +766,32 @@ def _or_raise(outcome: T | BaseException) -> T:
     return outcome
 
 
-def _exit(rank: int, record: Mapping[str, Any]) -> Exit:
+def _complete(held: Sequence[tuple[SnapshotInfo, str]]) -> list[Snapshot]:
+    """Those of which some replica is there with all its parts."""
+    parts: dict[tuple[int, int, int], set[int]] = {}
+    wanted: dict[tuple[int, int, int], int] = {}
+    paths: dict[tuple[int, int], str] = {}
+    for one, path in held:
+        replica = (one.generation, one.step, one.replica)
+        parts.setdefault(replica, set()).add(one.part)
+        wanted[replica] = one.parts
+        paths[one.generation, one.step] = path
+    whole = {
+        replica[:2] for replica, there in parts.items() if len(there) == wanted[replica]
+    }
+    return [
+        Snapshot(generation=generation, step=step, path=paths[generation, step])
+        for generation, step in sorted(whole)
+    ]
+
+
+def _exit(rank: int, record: Mapping[str, Any], stacks: str) -> Exit:
     return Exit(
         rank=rank,
         status=record["status"],
         signal=record["signal"],
         log_tail=tuple(record["log_tail"]),
+        stacks=stacks,
     )
 
 

@@ -33,8 +33,8 @@ class Roster:
     """The ranks of one generation: who is ready, who saved, who ended, and what that means.
 
     `restoring` says whether this start is a recovery. While it stands by (`standby`) all that a
-    generation can say is that it is ready or lost; `promote` ends that. What only a training generation can say is
-    held back until all ranks are ready, since slots report on separate ways.
+    generation can say is that it is ready or lost; `promote` ends that. What only a training
+    generation can say is held back until all ranks are ready, since slots report on separate ways.
     """
 
     def __init__(

@@ -28,9 +28,10 @@ from trainer.processes import (
     is_alive,
     look,
     look_at_all,
+    look_below,
     send,
     signal_name,
-)
+)from trainer.stacks import ask_briefly
 
 Report = dict[str, Any]
 
@@ -103,6 +104,7 @@ class Child:
         command: Sequence[str],
         base_environment: Mapping[str, str],
         publish: Callable[[Report], None],
+        spare: "Spare | None" = None,
     ) -> None:
         self.launch = launch
         self.exit: Report | None = None
@@ -110,7 +112,17 @@ class Child:
         self._publish = publish
         self._gone = threading.Event()
         self._stdin_lock = threading.Lock()
-        self._process, self._reports = _spawn(launch, command, base_environment)
+        if spare is not None:
+            self._process, self._reports = spare.process, spare.reports
+        else:
+            self._process, self._reports = _spawn(
+                command,
+                log_file=launch.log_path,
+                run_dir=launch.run_dir,
+                generation=str(launch.generation),
+                directory=launch.config_dir,
+                base_environment=base_environment,
+            )
         row = look(self._process.pid)
         assert row is not None, "a child that is not reaped has a line in /proc"
         self.identity = row.identity
@@ -118,6 +130,7 @@ class Child:
             target=self._attend, name=f"child-{self.identity.pid}", daemon=True
         )
         self._attendant.start()
+        launch.beat_file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         # After the attendant: a child that dies while it is told has an exit to report.
         with contextlib.suppress(ChildError):
             self._write(launch.text)
@@ -138,6 +151,10 @@ class Child:
         """Its letter in /proc (T: stopped), None once it is gone."""
         row = look(self.identity.pid)
         return row.state if row is not None and row.identity == self.identity else None
+
+    def last_words(self) -> str:
+        """Where its threads stand, if it can say so within milliseconds."""
+        return ask_briefly(self.identity, self.launch.log_path)
 
     def kill(self, timeout_s: float) -> bool:
         """SIGKILL it and all that it started; whether all of it is proven gone in time."""
@@ -206,7 +223,7 @@ class Child:
     def _end_group(self, timeout_s: float) -> tuple[Identity, ...]:
         """End all that the child started and left behind; what could not be ended."""
         deadline = time.monotonic() + timeout_s
-        pid, rows = self.identity.pid, look_at_all()
+        pid, rows = self.identity.pid, look_below(os.getpid())
         seen = {row.identity.pid for row in rows.values() if row.session == pid}
         left: tuple[Identity, ...] = ()
         # Again and again, since what is being killed may just have started something.
@@ -215,7 +232,7 @@ class Child:
             left = end((row.identity for row in members), max(0.0, deadline - time.monotonic()))
             if time.monotonic() >= deadline:
                 break
-            rows = look_at_all()
+            rows = look_below(os.getpid())
         _reap(seen)
         return left
 
@@ -276,15 +293,51 @@ def _last_beat(path: Path) -> dict[str, Any]:
     return {"phase": beat.phase, "step": beat.step}
 
 
+class Spare:
+    """A process that has imported what it needs and waits to be told which rank it is.
+
+    Construct it in the thread that lives as long as the slot. Whoever takes it makes a `Child`.
+    """
+
+    def __init__(
+        self, command: Sequence[str], run_dir: Path, base_environment: Mapping[str, str]
+    ) -> None:
+        self.process, self.reports = _spawn(
+            [*command, "--spare"],
+            log_file=run_dir / "logs" / "spares" / f"slot-{os.getpid()}.log",
+            run_dir=run_dir,
+            generation="spare",
+            directory=run_dir,
+            base_environment=base_environment,
+        )
+
+    def is_alive(self) -> bool:
+        """Whether it still waits."""
+        return self.process.poll() is None
+
+    def end(self) -> None:
+        """Kill and reap it; harmless for one that is gone."""
+        self.process.kill()
+        self.process.wait()
+        for descriptor in (self.reports,):
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+
+
 def _spawn(
-    launch: Launch, command: Sequence[str], base_environment: Mapping[str, str]
+    command: Sequence[str],
+    *,
+    log_file: Path,
+    run_dir: Path,
+    generation: str,
+    directory: Path,
+    base_environment: Mapping[str, str],
 ) -> tuple[subprocess.Popen[bytes], int]:
-    launch.log_path.parent.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    launch.log_path.parent.mkdir(mode=0o700, exist_ok=True)
-    launch.beat_file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    log = os.open(launch.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    log_file.parent.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    log_file.parent.mkdir(mode=0o700, exist_ok=True)
+    log = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     reports, child_reports = os.pipe()
-    marks = {RUN: str(launch.run_dir), SLOT: slot_mark(), GENERATION: str(launch.generation)}
+    marks = {RUN: str(run_dir), SLOT: slot_mark(), GENERATION: generation}
     try:
         with contextlib.suppress(PermissionError):  # a user has a limit; less will do
             fcntl.fcntl(child_reports, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
@@ -294,7 +347,7 @@ def _spawn(
             stdout=log,
             stderr=log,
             bufsize=0,
-            cwd=launch.config_dir,
+            cwd=directory,
             env={**base_environment, **marks},
             pass_fds=(child_reports,),
             start_new_session=True,

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+_LISTS_CHILDREN = Path("/proc/thread-self/children").exists()
 _SIGNAL_NAMES = {one.value: one.name for one in signal.Signals}
 
 
@@ -63,6 +64,33 @@ def look_at_all() -> dict[int, Row]:
     names = (path.name for path in Path("/proc").iterdir())
     rows = (look(int(name)) for name in names if name.isdecimal())
     return {row.identity.pid: row for row in rows if row is not None}
+
+
+def look_below(pid: int) -> dict[int, Row]:
+    """Every process below `pid`, which adopts orphans (PR_SET_CHILD_SUBREAPER) or misses them.
+
+    Many times faster than a look at all, where the kernel lists the children of a thread.
+    """
+    if not _LISTS_CHILDREN:
+        return look_at_all()
+    rows: dict[int, Row] = {}
+    ahead = [pid]
+    while ahead:
+        for child in _children(ahead.pop()):
+            row = look(child)
+            if row is not None and child not in rows:
+                rows[child] = row
+                ahead.append(child)
+    return rows
+
+
+def _children(pid: int) -> list[int]:
+    found: list[int] = []
+    with suppress(FileNotFoundError, ProcessLookupError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with suppress(FileNotFoundError, ProcessLookupError):
+                found += map(int, (task / "children").read_text(encoding="ascii").split())
+    return found
 
 
 def is_alive(identity: Identity) -> bool:

@@ -14,6 +14,8 @@ from pathlib import Path
 from trainer.processes import Identity, look, send
 
 _PAUSE_S = 0.01
+_BRIEF_PAUSE_S = 0.001
+_BRIEF_LIMIT_S = 0.015
 
 
 def collect(identity: Identity, log_path: Path, timeout_s: float = 1.5) -> str:
@@ -33,6 +35,16 @@ def collect(identity: Identity, log_path: Path, timeout_s: float = 1.5) -> str:
     return _by_py_spy(identity.pid, max(0.1, deadline - time.monotonic()))
 
 
+def ask_briefly(identity: Identity, log_path: Path) -> str:
+    """Stacks by `faulthandler` alone, or nothing: for a process that is about to be killed."""
+    row = look(identity.pid)
+    if row is None or row.identity != identity or not row.is_alive or row.state in "Tt":
+        return ""
+    if not _catches(identity.pid, signal.SIGUSR1):
+        return ""
+    return _by_signal(identity, log_path, _BRIEF_LIMIT_S, _BRIEF_PAUSE_S)
+
+
 def _catches(pid: int, number: int) -> bool:
     try:
         status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
@@ -42,7 +54,9 @@ def _catches(pid: int, number: int) -> bool:
     return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
 
 
-def _by_signal(identity: Identity, log_path: Path, timeout_s: float) -> str:
+def _by_signal(
+    identity: Identity, log_path: Path, timeout_s: float, pause_s: float = _PAUSE_S
+) -> str:
     try:
         start = log_path.stat().st_size
     except FileNotFoundError:
@@ -52,7 +66,7 @@ def _by_signal(identity: Identity, log_path: Path, timeout_s: float) -> str:
     deadline = time.monotonic() + timeout_s
     text = ""
     while time.monotonic() < deadline:
-        time.sleep(_PAUSE_S)
+        time.sleep(pause_s)
         before, text = text, _read_from(log_path, start)
         # Whole once the thread that got the signal is there and nothing more is written.
         if text == before and "Current thread" in text:

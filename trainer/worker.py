@@ -19,10 +19,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec
 
-from trainer.child import Child, ChildError, Launch, Report, end_orphans, log_tail, machine
+from trainer.child import Child, ChildError, Launch, Report, Spare, end_orphans, log_tail, machine
 from trainer.environment import worker_environment
 from trainer.heartbeat import HeartbeatError, read_beat_file
 from trainer.processes import look
+from trainer.snapshot import directory_of as snapshot_directory
+from trainer.snapshot import discard, list_snapshots, sweep
 from trainer.stacks import collect
 
 GROUPS = {"orders": 4, "watch": 4, "evidence": 4}
@@ -81,6 +83,7 @@ class ResilientWorker:
         self._last = 0
         self._records: deque[Report] = deque(maxlen=RECORDS_KEPT)
         self._children: dict[int, Child] = {}
+        self._spare: Spare | None = None
         self._reserved: dict[int, socket.socket] = {}
         # Its one thread lives as long as the slot, and so do, at most, the children it forks.
         self._starter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="starter")
@@ -172,8 +175,10 @@ class ResilientWorker:
         return {"pid": self._child(generation).identity.pid}
 
     @answers
-    def kill(self, epoch: int, generation: int, timeout_s: float) -> dict[str, Any]:
-        """End a child and all that it started.
+    def kill(
+        self, epoch: int, generation: int, timeout_s: float, last_words: bool
+    ) -> dict[str, Any]:
+        """End a child and all that it started; with `last_words` its `stacks` come along.
 
         Answers with its `exit` (None for a child that never was) and the pids of `survivors`: what
         could not be proven gone in time.
@@ -182,14 +187,52 @@ class ResilientWorker:
         # In the starter's turn: a child that is being started now is found, not missed.
         self._starter.submit(int).result(timeout_s)
         child = self._children.get(generation)
+        stacks = child.last_words() if child and last_words else ""
         survivors = [] if child is None or child.kill(timeout_s) else _survivors(child)
         if not survivors:
             self._release(generation)
-        return {"exit": child.exit if child else None, "survivors": survivors}
+        exit = child.exit if child else None
+        return {"exit": exit, "survivors": survivors, "stacks": stacks}
 
     @answers
-    def end(self, epoch: int, timeout_s: float) -> dict[str, Any]:
-        """End all children, before the slot is given up; answers with the pids of `survivors`."""
+    def snapshots(self, epoch: int) -> dict[str, Any]:
+        """What snapshots lie on this node, whoever wrote them; structure only."""
+        self._admit(epoch)
+        found = list_snapshots(snapshot_directory(self._run_dir))
+        return {
+            "snapshots": [
+                {
+                    "generation": one.generation,
+                    "step": one.step,
+                    "replica": one.replica,
+                    "part": one.part,
+                    "parts": one.parts,
+                    "path": str(snapshot_directory(self._run_dir)),
+                }
+                for one in found
+            ]
+        }
+
+    @answers
+    def discard_snapshot(self, epoch: int, generation: int, step: int) -> dict[str, Any]:
+        """Remove a snapshot from this node; fine if it is not there."""
+        self._admit(epoch)
+        discard(snapshot_directory(self._run_dir), generation, step)
+        return {}
+
+    @answers
+    def prepare_spare(self, epoch: int) -> dict[str, Any]:
+        """Have a process with everything imported wait here for the next start."""
+        self._admit(epoch)
+        self._starter.submit(self._start_spare).result(_START_LIMIT_S)
+        return {}
+
+    @answers
+    def end(self, epoch: int, timeout_s: float, forget: bool) -> dict[str, Any]:
+        """End all children, before the slot is given up; answers with the pids of `survivors`.
+
+        With `forget` the job is over: its snapshots on this node go too.
+        """
         self._admit(epoch)
         deadline = time.monotonic() + timeout_s
         survivors = []
@@ -198,6 +241,9 @@ class ResilientWorker:
                 self._release(generation)
             else:
                 survivors += _survivors(child)
+        self._starter.submit(self._end_spare).result(_START_LIMIT_S)
+        if forget and not survivors:
+            sweep(snapshot_directory(self._run_dir))
         return {"survivors": survivors}
 
     @answers
@@ -241,13 +287,29 @@ class ResilientWorker:
             self._refuse_stale(epoch)  # it may have waited for its turn
             if launch.generation in self._children:
                 raise Refused(f"generation {launch.generation} was started here before")
-        child = Child(launch, self._command, base_environment, publish)
+        spare, self._spare = self._spare, None
+        if spare is not None and not spare.is_alive():
+            spare.end()
+            spare = None
+        child = Child(launch, self._command, base_environment, publish, spare)
         with self._changed:
             self._children[launch.generation] = child
             ended = [one for one in self._children.values() if one.exit and not one.survivors]
             for old in ended[:-CHILDREN_KEPT]:
                 del self._children[old.launch.generation]
         return child
+
+    def _start_spare(self) -> None:
+        if self._spare is not None and self._spare.is_alive():
+            return
+        base = worker_environment(self._cpus, self._gpus, _without_ray(os.environ))
+        self._end_spare()
+        self._spare = Spare(self._command, self._run_dir, base)
+
+    def _end_spare(self) -> None:
+        spare, self._spare = self._spare, None
+        if spare is not None:
+            spare.end()
 
     def _publish(self, generation: int, rank: int, report: Report) -> None:
         with self._changed:
