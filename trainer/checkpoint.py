@@ -96,20 +96,19 @@ class Saver:
         self._idle.set()
         self._thread = threading.Thread(target=self._run, name="checkpoints", daemon=True)
         self._thread.start()
-        self.last_step = -1
+        self._last_committed = -1
 
     def save(self, step: int, host: Host, meta: Meta) -> None:
         """Begin to save; waits for the save before this one, at most `SAVE_WAIT_S`.
 
-        A step that was given once is not saved again.
+        A step that is committed is not saved again; one that failed is.
         """
-        if step == self.last_step:
-            return
         if not self.wait():
             text = f"the save before it did not end within {SAVE_WAIT_S:.0f} s"
             self._on_outcome(SaveFailed(step=step, error=text))
             return
-        self.last_step = step
+        if step == self._last_committed:
+            return
         self._idle.clear()
         self._work.put((step, host, meta))
 
@@ -122,6 +121,7 @@ class Saver:
             step, host, meta = self._work.get()
             try:
                 outcome: Committed | SaveFailed = self._save(step, host, meta)
+                self._last_committed = step
             except Exception as error:  # whatever it was, it is reported and training goes on
                 text = f"{type(error).__name__}: {error}"
                 outcome = SaveFailed(step=step, error=text[:2000])
@@ -134,10 +134,13 @@ class Saver:
         by_leaf, forms, total = digests(host)
         full = {**meta, "digests": by_leaf, "leaves": forms, "params_digest": total}
         _write(path, host, full)
-        _flush(path)
-        read_back = _read_state(path, host)
-        if digests(read_back)[2] != total:
-            raise OSError(f"{path} does not read back as it was written")
+        try:
+            _flush(path)
+            if digests(_read_state(path, host))[2] != total:
+                raise OSError(f"{path} does not read back as it was written")
+        except BaseException:
+            (path / FINISHED_MARK).unlink(missing_ok=True)  # never to be taken for a good one
+            raise
         size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
         seconds = time.monotonic() - started
         return Committed(step=step, path=str(path), seconds=seconds, bytes=size)
@@ -160,6 +163,8 @@ def load(path: Path, target: Host) -> tuple[Host, Meta]:
         raise CheckpointRejected(path, _reason("its meta item cannot be read", error)) from error
     if step < 0 or set(saved) != set(by_leaf):
         raise CheckpointRejected(path, "its meta item contradicts itself")
+    if path.name != str(step):
+        raise CheckpointRejected(path, f"its meta item says step {step}")
     _check_forms(path, saved, target)
     try:
         host = _read_state(path, target)

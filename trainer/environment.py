@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,10 @@ HEARTBEAT_TIMEOUT_S = 10
 SHUTDOWN_TIMEOUT_S = 5
 
 _SCHEDULER_PREFIXES = ("SLURM_", "OMPI_", "PMI_", "PMIX_")
+
+
+class AddressTaken(Exception):
+    """The coordinator cannot use its address; another one will do."""
 
 
 def worker_environment(cpus: float, gpus: int, base_env: Mapping[str, str]) -> dict[str, str]:
@@ -50,6 +55,8 @@ def worker_environment(cpus: float, gpus: int, base_env: Mapping[str, str]) -> d
 def join_world(*, coordinator: str, rank: int, world_size: int, join_timeout_s: float) -> None:
     """Join `world_size` processes at `coordinator` ("host:port"); a world of one needs no joining.
 
+    Raises `AddressTaken` on rank 0 where something else uses the address.
+
     JAX ends the process with SIGABRT when a peer does not come. Its limit lies well behind
     `join_timeout_s`, so that the caller's own watchdog speaks first.
     """
@@ -59,6 +66,8 @@ def join_world(*, coordinator: str, rank: int, world_size: int, join_timeout_s: 
     jax.config.update("jax_enable_preemption_service", False)
     if world_size == 1:
         return
+    if rank == 0:
+        _refuse_taken_address(coordinator)
     jax.distributed.initialize(
         coordinator_address=coordinator,
         num_processes=world_size,
@@ -69,6 +78,29 @@ def join_world(*, coordinator: str, rank: int, world_size: int, join_timeout_s: 
         shutdown_timeout_seconds=SHUTDOWN_TIMEOUT_S,
         coordinator_bind_address=coordinator if rank == 0 else None,
     )
+
+
+def _refuse_taken_address(address: str) -> None:
+    """Raise `AddressTaken` where JAX would end with SIGSEGV, or share a port with another world.
+
+    gRPC binds with SO_REUSEPORT: a second coordinator would start beside a living one. A socket
+    that only holds the port for this generation neither listens nor hinders.
+    """
+    host, _, port = address.rpartition(":")
+    place = (host.strip("[]"), int(port))
+    try:
+        socket.create_connection(place, timeout=1.0).close()
+    except OSError:
+        pass  # nobody listens, as it should be
+    else:
+        raise AddressTaken(f"the coordinator's address {address} is in use by another process")
+    family = socket.AF_INET6 if ":" in place[0] else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        try:
+            probe.bind(place)
+        except OSError as error:
+            raise AddressTaken(f"the coordinator's address {address}: {error.strerror}") from error
 
 
 def describe_environment() -> dict[str, Any]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.drills import DrillError
+from trainer.environment import AddressTaken
 from trainer.settings import SettingsError
 from trainer.task import TaskError
 
@@ -106,7 +107,7 @@ def aborted_for_a_peer(log_tail: Iterable[str]) -> bool:
 
 def could_not_start(error: BaseException) -> bool:
     """Whether the coordinator's port was taken: nobody's fault, another port will do."""
-    return any(sign in str(error) for sign in _PORT_TAKEN)
+    return isinstance(error, AddressTaken) or any(sign in str(error) for sign in _PORT_TAKEN)
 
 
 def _is_users_fault(error: BaseException, in_their_code: bool) -> bool:

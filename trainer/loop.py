@@ -145,10 +145,10 @@ class ModelTrainer:
         done = self._progress.done
         self._beat.enter("checkpoint")
         if self._saver is not None:
-            if self._saver.last_step != done:
-                self._saver.save(done, step.to_host(self._state), self._meta())
-            if wait:
-                self._saver.wait()
+            self._saver.save(done, step.to_host(self._state), self._meta())
+            if wait and not self._saver.wait():
+                text = f"it did not end within {checkpoint.SAVE_WAIT_S:.0f} s"
+                self._on_outcome(SaveFailed(step=done, error=text))
         return done
 
     def finish(self) -> Finish:

@@ -10,6 +10,7 @@ import argparse
 import ctypes
 import faulthandler
 import json
+import math
 import os
 import resource
 import signal
@@ -182,8 +183,8 @@ class Worker:
             "completed",
             step=finish.step,
             params_digest=finish.params_digest,
-            loss=finish.loss,
-            held_out_loss=finish.held_out_loss,
+            loss=_finite(finish.loss),
+            held_out_loss=_finite(finish.held_out_loss),
             unigram_entropy=finish.facts.get("unigram_entropy"),
         )
         log.info("completed", step=finish.step, params_digest=finish.params_digest)
@@ -325,6 +326,10 @@ def main() -> None:
     worker = Worker(spec, reports)
     threading.Thread(target=worker.obey, args=(orders,), name="orders", daemon=True).start()
     worker.run()
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None  # JSON has no NaN
 
 
 def _log_plainly() -> None:

@@ -201,3 +201,35 @@ def test_a_step_is_saved_once(tmp_path: Path) -> None:
     assert saver.wait(60)
     saver.save(5, state(), meta(5))
     assert [outcome.step for outcome in outcomes.wait(2)] == [4, 5]
+
+
+def test_a_step_that_failed_is_saved_when_it_is_asked_for_again(tmp_path: Path) -> None:
+    """A stop right after a failed save must not end without one."""
+    outcomes = Outcomes()
+    saver = Saver(tmp_path, 1, outcomes)
+    (tmp_path / "checkpoints").write_text("in the way")
+    saver.save(4, state(), meta(4))
+    assert isinstance(outcomes.wait(1)[0], SaveFailed)
+    (tmp_path / "checkpoints").unlink()
+    saver.save(4, state(), meta(4))
+    assert isinstance(outcomes.wait(2)[1], Committed)
+
+
+def test_a_save_that_does_not_read_back_loses_its_mark(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was written badly must not be the newest checkpoint of the next start."""
+    damaged = {**state(), "half": state()["half"] + 1}
+    monkeypatch.setattr(checkpoint, "_read_state", lambda path, target: damaged)
+    outcomes = Outcomes()
+    Saver(tmp_path, 1, outcomes).save(4, state(), meta(4))
+    outcome = outcomes.wait(1)[0]
+    assert isinstance(outcome, SaveFailed)
+    assert "does not read back" in outcome.error
+    assert checkpoint.finished(tmp_path) == []
+
+
+def test_a_checkpoint_under_another_number_is_refused(saved: Path) -> None:
+    """A step is known by the name of its folder before anything of it is read."""
+    with pytest.raises(CheckpointRejected, match="says step 4"):
+        checkpoint.load(saved.rename(saved.with_name("8")), state())
