@@ -776,9 +776,7 @@ def _complete(held: Sequence[tuple[SnapshotInfo, str]]) -> list[Snapshot]:
         parts.setdefault(replica, set()).add(one.part)
         wanted[replica] = one.parts
         paths[one.generation, one.step] = path
-    whole = {
-        replica[:2] for replica, there in parts.items() if len(there) == wanted[replica]
-    }
+    whole = {replica[:2] for replica, there in parts.items() if len(there) == wanted[replica]}
     return [
         Snapshot(generation=generation, step=step, path=paths[generation, step])
         for generation, step in sorted(whole)

@@ -40,7 +40,7 @@ def snapshot(
         "steps": steps,
         "workers": _workers(daemon, beats),
         "standby": _standby(daemon),
-        "snapshot_step": first.snapshot_step if first else None,
+        "snapshot_step": getattr(first, "snapshot_step", None),
         "restore_point": _restore_point(job),
         "budgets": _budgets(job),
         "supervisor": {"pid": os.getpid(), "epoch": epoch, "started_at": started_at},

@@ -31,7 +31,8 @@ from trainer.processes import (
     look_below,
     send,
     signal_name,
-)from trainer.stacks import ask_briefly
+)
+from trainer.stacks import ask_briefly
 
 Report = dict[str, Any]
 

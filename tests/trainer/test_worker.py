@@ -76,7 +76,7 @@ def make_slot(tmp_path: Path) -> Iterator[Callable[..., Slot]]:
         return made[-1]
 
     yield make
-    survivors = [slot.call("end", 5.0, epoch=10**9)["survivors"] for slot in made]
+    survivors = [slot.call("end", 5.0, False, epoch=10**9)["survivors"] for slot in made]
     ctypes.CDLL(None).prctl(36, 0, 0, 0, 0)  # a slot adopts orphans; these tests do not
     assert survivors == [[]] * len(made)
 
@@ -139,7 +139,7 @@ def test_a_child_that_is_stopped_or_deaf_to_sigterm_is_gone_in_bounded_time(
         assert slot.call("signal", 1, before) == {"pid": pid}
         time.sleep(0.05)
     began = time.monotonic()
-    answer = slot.call("kill", 1, 5.0)
+    answer = slot.call("kill", 1, 5.0, False)
     assert time.monotonic() - began < 0.5
     assert answer["exit"]["signal"] == "SIGKILL"
     assert answer["survivors"] == []
@@ -156,7 +156,7 @@ def test_what_a_child_has_started_ends_with_it(slot: Slot, own_session: bool, ho
     if how == "death":
         os.kill(pid, signal.SIGKILL)
         slot.until("exit")
-    assert slot.call("kill", 1, 5.0)["survivors"] == []
+    assert slot.call("kill", 1, 5.0, False)["survivors"] == []
     assert look(grandchild) is None
 
 
@@ -166,17 +166,17 @@ def test_two_generations_stand_side_by_side_and_end_apart(slot: Slot) -> None:
     slot.order(2, order="grandchild", own_session=True)
     grandchild = slot.until("spawned")
     assert grandchild["generation"] == 2
-    assert slot.call("kill", 1, 5.0)["exit"]["pid"] == first
+    assert slot.call("kill", 1, 5.0, False)["exit"]["pid"] == first
     assert json.loads(slot.worker.witness(2))["alive"]
     row = look(grandchild["pid"])
     assert row is not None
     assert row.is_alive
-    assert slot.call("kill", 2, 5.0)["exit"]["pid"] == second
+    assert slot.call("kill", 2, 5.0, False)["exit"]["pid"] == second
 
 
 def test_a_child_that_never_was_is_gone(slot: Slot) -> None:
     """A generation whose start failed on some ranks is brought down like any other."""
-    assert slot.call("kill", 7, 5.0) == {"exit": None, "survivors": []}
+    assert slot.call("kill", 7, 5.0, False) == {"exit": None, "survivors": [], "stacks": ""}
 
 
 def test_orders_of_an_earlier_daemon_are_refused(slot: Slot) -> None:
@@ -189,8 +189,8 @@ def test_orders_of_an_earlier_daemon_are_refused(slot: Slot) -> None:
         ("watch", 0),
         ("order", 1, '{"order": "exit", "status": 1}'),
         ("signal", 1, "SIGKILL"),
-        ("kill", 1, 5.0),
-        ("end", 5.0),
+        ("kill", 1, 5.0, False),
+        ("end", 5.0, False),
         ("evidence", 1),
     ]:
         assert "stale epoch 3" in slot.call(str(method), *arguments)["error"]
@@ -203,7 +203,7 @@ def test_the_poll_of_an_earlier_daemon_ends_when_its_successor_speaks(slot: Slot
     poll = threading.Thread(target=lambda: answers.append(slot.call("watch", 0)))
     poll.start()
     time.sleep(0.1)
-    slot.call("end", 0.0, epoch=EPOCH + 1)
+    slot.call("end", 0.0, False, epoch=EPOCH + 1)
     poll.join(2.0)
     assert not poll.is_alive()
     assert "stale epoch" in answers[0]["error"]
@@ -245,7 +245,7 @@ def test_a_child_that_does_not_read_its_orders_never_holds_up_its_slot(slot: Slo
     began = time.monotonic()
     answers = [slot.order(1, order="x" * 4000) for _ in range(20)]
     assert "does not read its orders" in answers[-1]["error"]
-    assert slot.call("kill", 1, 5.0)["exit"]["signal"] == "SIGKILL"
+    assert slot.call("kill", 1, 5.0, False)["exit"]["signal"] == "SIGKILL"
     assert time.monotonic() - began < 1.0
 
 
@@ -260,7 +260,7 @@ def test_what_cannot_be_done_is_answered_with_the_reason(slot: Slot) -> None:
     slot.start(1)
     assert "was started here before" in slot.call("start", json.dumps(slot.spec(1)))["error"]
     assert "SIGNOPE" in slot.call("signal", 1, "SIGNOPE")["error"]
-    slot.call("kill", 1, 5.0)
+    slot.call("kill", 1, 5.0, False)
     assert "has ended" in slot.order(1, order="hello")["error"]
     assert "has ended" in slot.call("signal", 1, "SIGKILL")["error"]
 
@@ -371,7 +371,7 @@ def test_a_reserved_port_is_the_coordinators_and_nobody_elses(slot: Slot) -> Non
     )
     assert result.stdout.strip() == "1", result.stderr
     assert slot.call("reserve_address", 2, "127.0.0.1")["port"] != address["port"]
-    slot.call("kill", 1, 5.0)
+    slot.call("kill", 1, 5.0, False)
     with socket.socket() as next_one:
         next_one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         next_one.bind(("127.0.0.1", address["port"]))
