@@ -111,7 +111,9 @@ def _train(settings: _Settings, config: Path | None, *, fresh: bool) -> int:
     )
     trainer.connect()
     ready = trainer.prepare()
-    print(f"{settings.trainer.task} in {job_dir}, from step {ready.step}, facts {ready.facts}")
+    print(f"{settings.trainer.task} in {job_dir}, from step {ready.step}")
+    for name, value in ready.facts.items():
+        print(f"{name}: {value}")
     for line in ready.differences:
         print(f"not as when it was saved: {line}")
     for report in trainer.run():

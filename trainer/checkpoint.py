@@ -6,6 +6,7 @@ save and no restore ever waits for a peer. Knows neither which checkpoint counts
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import queue
@@ -133,13 +134,13 @@ class Saver:
         path = directory_of(self._job_dir, self._generation, step)
         by_leaf, forms, total = digests(host)
         full = {**meta, "digests": by_leaf, "leaves": forms, "params_digest": total}
-        _write(path, host, full)
         try:
+            _write(path, host, full)
             _flush(path)
             if digests(_read_state(path, host))[2] != total:
                 raise OSError(f"{path} does not read back as it was written")
         except BaseException:
-            (path / FINISHED_MARK).unlink(missing_ok=True)  # never to be taken for a good one
+            _discard(path)
             raise
         size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
         seconds = time.monotonic() - started
@@ -239,13 +240,18 @@ def _checkpointer() -> Any:
 def _write(path: Path, host: Host, meta: Meta) -> None:
     import orbax.checkpoint as ocp
 
-    if path.exists() and not (path / FINISHED_MARK).is_file():
-        shutil.rmtree(path)  # an unfinished save of this very generation
     path.parent.mkdir(parents=True, exist_ok=True)
     _checkpointer().save(
         path,
         args=ocp.args.Composite(state=ocp.args.StandardSave(host), meta=ocp.args.JsonSave(meta)),
     )
+
+
+def _discard(path: Path) -> None:
+    """A failed save must neither be taken for a good one nor fill the disk of the next."""
+    with contextlib.suppress(OSError):
+        (path / FINISHED_MARK).unlink(missing_ok=True)
+    shutil.rmtree(path, ignore_errors=True)
 
 
 def _read_meta(path: Path) -> Meta:

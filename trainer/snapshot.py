@@ -118,7 +118,7 @@ def load(
     from trainer.step import named_leaves
 
     found, meta = load_leaves(directory, generation, step, run)
-    wanted = {name: form(leaf) for name, leaf in named_leaves(target)}
+    wanted = {name: form_of(leaf) for name, leaf in named_leaves(target)}
     for name in sorted(set(wanted) | set(found)):
         form = found[name][0] if name in found else "missing"
         if wanted.get(name, "missing") != form:
@@ -161,7 +161,7 @@ def crc32(values: NDArray[np.uint8]) -> int:
     return zlib.crc32(values.data)
 
 
-def form(leaf: Any) -> str:
+def form_of(leaf: Any) -> str:
     return f"{leaf.dtype.name}[{','.join(str(one) for one in leaf.shape)}]"
 
 

@@ -1,0 +1,425 @@
+"""Takes snapshots: the loop copies, a thread checks, publishes, and keeps the pace.
+
+A step is worth more than a snapshot: no error of the disk ends training, and "auto" takes no more
+of the loop's time than its share. Which snapshot is used is not known here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import mmap
+import os
+import queue
+import statistics
+import threading
+import time
+import zlib
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainer.snapshot import FILE, VERSION, Meta, SnapshotError, check_directory, crc32, form_of
+
+BUFFERS = 3
+RETRY_S = 60.0
+"""How long after a failure the next snapshot is tried."""
+AUTO_SHARE_MAX = 0.01
+"""What "auto" lets snapshots cost, as a share of the step time."""
+AUTO_INTERVAL_MAX = 1000
+
+_ALIGNMENT = 64
+_WAIT_S = 5.0  # for the snapshot before, where each is asked for
+_MEASURED = 16  # takes that the typical cost is drawn from
+_SETTLED = 3  # takes after which the interval is told
+_STEPS_REMEMBERED = 64
+
+Leaves = Sequence[tuple[str, Any]]
+"""Name and array of each leaf, in tree order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotContext:
+    """Whose snapshots a writer publishes. `run` is the absolute run directory of the job."""
+
+    run: str
+    generation: int
+    rank: int
+    world_size: int
+    replica: int
+    part: int = 0
+    parts: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotCost:
+    """What a snapshot typically costs, in seconds.
+
+    `blocking_s`: of the loop; `background_s`: processor time of the thread; `age_s`: from the call
+    to publication. Takes that had to allocate a buffer first do not count, where others are known.
+    """
+
+    blocking_s: float
+    background_s: float
+    age_s: float
+    bytes: int
+    published: int
+    skipped: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interval:
+    """What "auto" settled on: a snapshot every so many steps, each costing `cost_s`."""
+
+    every_steps: int
+    cost_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotFailed:
+    """A snapshot that does not exist; training goes on without it."""
+
+    step: int
+    error: str
+
+
+class SnapshotWriter:
+    """Publishes the snapshots of one rank; the loop copies (or not), a thread does the rest.
+
+    `on_published` hears of each step, `on_outcome` of an interval and of failures; both from any
+    thread. Errors of the disk never reach the loop: a snapshot is worth less than a step.
+    """
+
+    def __init__(
+        self,
+        directory: Path | str,
+        context: SnapshotContext,
+        every_steps: int | Literal["auto"],
+        *,
+        on_published: Callable[[int], None] = lambda step: None,
+        on_outcome: Callable[[Interval | SnapshotFailed], None] = lambda outcome: None,
+        background_counts: bool = True,
+    ) -> None:
+        self._directory, self._context = Path(directory), context
+        self._every_steps = every_steps
+        self._on_published, self._on_outcome = on_published, on_outcome
+        self._pace = _Pace(background_counts)
+        self._buffers: dict[int, _Buffer] = {}
+        self._layout: _Layout | None = None
+        self._copies = 0
+        self._published = 0
+        self._skipped = 0
+        self._last_step = -1
+        self._told: Interval | None = None
+        self._failing = False
+        self._retry_at = -math.inf
+        self._idle = threading.Event()
+        self._idle.set()
+        self._work: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="snapshots", daemon=True)
+        self._thread.start()
+
+    @property
+    def cost(self) -> SnapshotCost:
+        """What snapshots cost so far."""
+        blocking, background, age = self._pace.typical()
+        return SnapshotCost(
+            blocking_s=blocking,
+            background_s=background,
+            age_s=age,
+            bytes=0 if self._layout is None else self._layout.bytes,
+            published=self._published,
+            skipped=self._skipped,
+        )
+
+    def due(self, step: int, step_s: float) -> bool:
+        """Whether the state after `step` finished steps should be taken; call it once a step."""
+        self._pace.step_took(step_s)
+        if self._every_steps == 0 or time.monotonic() < self._retry_at:
+            return False
+        if self._every_steps != "auto":
+            return step % self._every_steps == 0
+        if self._last_step >= 0 and step - self._last_step < self._pace.interval():
+            return False
+        if not self._idle.is_set():
+            self._skipped += 1
+            return False
+        return True
+
+    def take(self, step: int, leaves: Leaves, meta: Meta, *, volatile: bool) -> None:
+        """Take the state; waits for the snapshot before this one to be published.
+
+        `volatile`: the arrays change or go when the loop goes on, so that they are copied here.
+        Otherwise they may still be on their way from a device, and the thread copies them.
+        """
+        started = time.monotonic()
+        if not self._idle.wait(_WAIT_S):
+            self._skipped += 1
+            return
+        new = self._copies < BUFFERS
+        self._last_step = step
+        try:
+            job = _Job(
+                step=step,
+                leaves=() if volatile else tuple(leaves),
+                meta=meta,
+                buffer=self._free_buffer(leaves),
+                started=started,
+                new=new,
+            )
+            if volatile:
+                job.buffer.fill(leaves)
+        except (OSError, SnapshotError) as error:
+            self._failed(step, error)
+            return
+        job.blocking_s = time.monotonic() - started
+        self._copies += 1
+        self._idle.clear()
+        self._work.put(job)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Until what was taken is published or has failed; False when the time is up."""
+        return self._idle.wait(timeout_s)
+
+    def close(self) -> None:
+        """End the thread after what it is at. The files stay: they are what a snapshot is for."""
+        self._work.put(None)
+        self._thread.join(_WAIT_S)
+
+    def _free_buffer(self, leaves: Leaves) -> _Buffer:
+        if self._layout is None:
+            self._layout = _Layout.of(leaves)
+        self._layout.check(leaves)
+        number = self._copies % BUFFERS
+        buffer = self._buffers.get(number)
+        if buffer is None or not buffer.path.exists():  # someone may have swept too early
+            _make_directory(self._directory)
+            name = f"g{self._context.generation}-r{self._context.rank}-b{number}.data"
+            buffer = self._buffers[number] = _Buffer(self._directory / name, self._layout)
+        buffer.forget()
+        return buffer
+
+    def _run(self) -> None:
+        while (job := self._work.get()) is not None:
+            try:
+                self._publish(job)
+            except Exception as error:  # whatever it was, it is reported and training goes on
+                self._failed(job.step, error)
+            self._idle.set()
+
+    def _publish(self, job: _Job) -> None:
+        began = time.thread_time()
+        if job.leaves:
+            job.buffer.fill(job.leaves)
+        context = self._context
+        name = f"g{context.generation}-s{job.step}-r{context.rank}.json"
+        body = {
+            "version": VERSION,
+            "run": context.run,
+            "generation": context.generation,
+            "step": job.step,
+            "world_size": context.world_size,
+            "rank": context.rank,
+            "replica": context.replica,
+            "part": context.part,
+            "parts": context.parts,
+            "data": job.buffer.path.name,
+            "bytes": job.buffer.layout.bytes,
+            "meta": job.meta,
+            "leaves": job.buffer.leaves(),
+        }
+        job.buffer.manifest = write_manifest(self._directory / name, body)
+        age = time.monotonic() - job.started
+        self._published += 1
+        self._failing = False
+        self._on_published(job.step)
+        if self._published == 2:
+            self._remove_lower()
+        spent = time.thread_time() - began
+        self._pace.snapshot_cost(job.blocking_s, spent, age, new=job.new)
+        self._tell_interval()
+
+    def _remove_lower(self) -> None:
+        """Generations before this one have nothing left that is newer than ours.
+
+        All ranks have stepped by now, so that none is still loading.
+        """
+        for path in self._directory.iterdir():
+            file = FILE.fullmatch(path.name)
+            if file is not None and int(file[1]) < self._context.generation:
+                path.unlink(missing_ok=True)
+
+    def _tell_interval(self) -> None:
+        if self._every_steps != "auto" or self._pace.measured < _SETTLED:
+            return
+        now = Interval(every_steps=self._pace.interval(), cost_s=self._pace.cost_s())
+        if self._told is None or now.every_steps != self._told.every_steps:
+            self._told = now
+            self._on_outcome(now)
+
+    def _failed(self, step: int, error: Exception) -> None:
+        """Tell it once, until a snapshot succeeds again; try again after a while."""
+        self._retry_at = time.monotonic() + RETRY_S
+        if not self._failing:
+            self._failing = True
+            text = f"{type(error).__name__}: {error}"
+            self._on_outcome(SnapshotFailed(step=step, error=text[:2000]))
+
+
+@dataclass(slots=True, kw_only=True)
+class _Job:
+    step: int
+    leaves: Leaves
+    meta: Meta
+    buffer: _Buffer
+    started: float
+    new: bool
+    blocking_s: float = 0.0
+
+
+class _Pace:
+    """How often "auto" may take a snapshot: as often as it stays below its share of the time."""
+
+    def __init__(self, background_counts: bool) -> None:
+        self._background_counts = background_counts
+        self._steps: deque[float] = deque(maxlen=_STEPS_REMEMBERED)
+        self._costs: deque[tuple[float, float, float]] = deque(maxlen=_MEASURED)
+        self._only_new = True
+        self._interval = 1
+        self.measured = 0
+
+    def step_took(self, seconds: float) -> None:
+        self._steps.append(seconds)
+
+    def snapshot_cost(self, blocking: float, background: float, age: float, *, new: bool) -> None:
+        if new and not self._only_new:
+            return
+        if self._only_new and not new:
+            self._only_new = False
+            self._costs.clear()
+        self._costs.append((blocking, background, age))
+        self.measured += not new
+        self._adjust()
+
+    def typical(self) -> tuple[float, float, float]:
+        """Medians: blocking, background, age (seconds)."""
+        costs = list(self._costs)
+        if not costs:
+            return 0.0, 0.0, 0.0
+        blocking, background, age = (
+            statistics.median(column) for column in zip(*costs, strict=True)
+        )
+        return blocking, background, age
+
+    def cost_s(self) -> float:
+        blocking, background, _ = self.typical()
+        return blocking + (background if self._background_counts else 0.0)
+
+    def interval(self) -> int:
+        return self._interval
+
+    def _adjust(self) -> None:
+        """Follow the measured need; small changes are noise, and would only be told."""
+        steps = list(self._steps)
+        allowed = AUTO_SHARE_MAX * statistics.median(steps) if steps else 0.0
+        need = self.cost_s() / allowed if allowed > 0 else float(AUTO_INTERVAL_MAX)
+        wanted = min(AUTO_INTERVAL_MAX, max(1, math.ceil(need)))
+        if need > self._interval or wanted < 0.75 * self._interval or self.measured <= _SETTLED:
+            self._interval = wanted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Layout:
+    """Where each leaf lies in a buffer."""
+
+    names: tuple[str, ...]
+    forms: tuple[str, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    bytes: int
+
+    @classmethod
+    def of(cls, leaves: Leaves) -> _Layout:
+        offsets, end = [], 0
+        for _, leaf in leaves:
+            offsets.append(end)
+            end += -(-leaf.nbytes // _ALIGNMENT) * _ALIGNMENT
+        return cls(
+            names=tuple(name for name, _ in leaves),
+            forms=tuple(form_of(leaf) for _, leaf in leaves),
+            offsets=tuple(offsets),
+            sizes=tuple(leaf.nbytes for _, leaf in leaves),
+            bytes=max(end, _ALIGNMENT),
+        )
+
+    def check(self, leaves: Leaves) -> None:
+        if [name for name, _ in leaves] != list(self.names):
+            raise SnapshotError("the state has other leaves than at the first snapshot")
+
+
+class _Buffer:
+    """A data file, allocated in full before it is mapped: a full disk is an error, no SIGBUS."""
+
+    def __init__(self, path: Path, layout: _Layout) -> None:
+        self.path, self.layout = path, layout
+        self.manifest: Path | None = None
+        path.unlink(missing_ok=True)  # ours alone: a new file, not one that a reader still maps
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            os.posix_fallocate(descriptor, 0, layout.bytes)
+            flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+            self._map = mmap.mmap(descriptor, layout.bytes, flags=flags)
+        except OSError:
+            path.unlink(missing_ok=True)
+            raise
+        finally:
+            os.close(descriptor)
+        self._bytes = np.frombuffer(self._map, np.uint8)
+
+    def forget(self) -> None:
+        """Withdraw the manifest before its bytes change."""
+        if self.manifest is not None:
+            self.manifest.unlink(missing_ok=True)
+            self.manifest = None
+
+    def fill(self, leaves: Leaves) -> None:
+        """Copy the leaves in."""
+        for place, (_, leaf) in zip(self._places(), leaves, strict=True):
+            values = np.asarray(leaf)
+            np.copyto(place.view(values.dtype).reshape(values.shape), values)
+
+    def leaves(self) -> list[dict[str, Any]]:
+        """Name, form, place and checksum of each leaf, for the manifest."""
+        layout = self.layout
+        columns = zip(
+            layout.names, layout.forms, layout.offsets, layout.sizes, self._places(), strict=True
+        )
+        return [
+            {"name": name, "form": kind, "offset": offset, "bytes": size, "crc32": crc32(place)}
+            for name, kind, offset, size, place in columns
+        ]
+
+    def _places(self) -> list[NDArray[np.uint8]]:
+        pairs = zip(self.layout.offsets, self.layout.sizes, strict=True)
+        return [self._bytes[offset : offset + size] for offset, size in pairs]
+
+
+def _make_directory(directory: Path) -> None:
+    with contextlib.suppress(FileExistsError):
+        directory.mkdir(mode=0o700)
+    check_directory(directory)
+
+
+def write_manifest(path: Path, body: Mapping[str, Any]) -> Path:
+    """Two lines, the second the checksum of the first; there in whole or not at all."""
+    text = json.dumps(body).encode()
+    draft = path.with_name(f"{path.name}.tmp")
+    draft.write_bytes(b"%s\n%08x\n" % (text, zlib.crc32(text)))
+    draft.rename(path)
+    return path
