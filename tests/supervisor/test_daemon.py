@@ -1,0 +1,178 @@
+"""The loop keeps its contract: written before done, one at a time, a bug ends with its story."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from supervisor.daemon import Clock, _merged
+from supervisor.errors import DeveloperError, DiskError
+from supervisor.fsm import events as e
+from supervisor.journal import Journal, read_journal
+from supervisor.replay import replay_file
+from tests.sim.run import simulate
+from tests.sim.world import Fault, Script
+from tests.supervisor.virtual import VirtualLoop
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_nothing_is_performed_before_its_line_is_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An effect whose order is in no journal would be done twice by the next daemon."""
+    path = tmp_path / "journal.jsonl"
+    written: list[str] = []
+    real_append = Journal.append
+
+    def append(self: Journal, records: Any, *, durable: bool = True) -> None:
+        batch = list(records)
+        real_append(self, batch, durable=durable)
+        written.extend(
+            effect["effect"]
+            for record in batch
+            if record["kind"] == "move" and durable
+            for effect in record["effects"]
+        )
+
+    launched: list[str] = []
+    from supervisor.performers import Performers
+
+    real_launch = Performers.launch
+
+    def launch(self: Performers, effect: Any) -> None:
+        launched.append(type(effect).__name__)
+        assert written.count(launched[-1]) >= launched.count(launched[-1])
+        real_launch(self, effect)
+
+    monkeypatch.setattr(Journal, "append", append)
+    monkeypatch.setattr(Performers, "launch", launch)
+    sim = simulate(path, Script(faults=[Fault(kind="kill", step=15)]))
+    assert sim.status == 0
+    assert sorted(launched) == sorted(written)
+    assert "RestoreWorkers" in launched
+
+
+def test_while_the_journal_cannot_be_written_nothing_is_done_and_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk for ten seconds: the crash waits, then the story goes on with no line missing."""
+    path = tmp_path / "journal.jsonl"
+    real_append = Journal.append
+    refused: list[float] = []
+
+    def append(self: Journal, records: Any, *, durable: bool = True) -> None:
+        now = asyncio.get_running_loop().time()
+        if 10.0 <= now < 20.0:
+            refused.append(now)
+            raise DiskError("the disk is full")
+        real_append(self, records, durable=durable)
+
+    monkeypatch.setattr(Journal, "append", append)
+    sim = simulate(path, Script(faults=[Fault(kind="kill", step=15)]))
+    assert sim.status == 0
+    assert refused
+    kill_calls = [call for call in sim.cluster.calls if call.startswith("kill")]
+    assert kill_calls == ["kill 1", "kill 2"]
+    crash = sim.event("worker_crashed")["at"]
+    gone = sim.event("workers_gone")["at"]
+    assert crash < 1_000_012 < 1_000_020 < gone
+    assert replay_file(path).difference == ""
+
+
+def test_a_bug_ends_the_daemon_with_its_story(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Status 70 and a text that can be reported as it is; never a crash loop."""
+    path = tmp_path / "journal.jsonl"
+
+    async def broken(self: Any, keep: int, verified: Any) -> None:
+        raise ZeroDivisionError("nobody foresaw this")
+
+    from tests.sim.world import SimDisk
+
+    monkeypatch.setattr(SimDisk, "prune", broken)
+    with pytest.raises(DeveloperError) as caught:
+        simulate(path, Script())
+    text = str(caught.value)
+    assert caught.value.exit_status == 70
+    assert "checkpoint_committed: RUNNING → RUNNING" in text
+    assert "nobody foresaw this" in text
+    last = list(read_journal(path))[-1]
+    assert last["action"] == "bug"
+    assert "ZeroDivisionError" in last["error"]
+
+
+def _crash(rank: int, **given: Any) -> e.WorkerCrashed:
+    facts: dict[str, Any] = {"status": None, "signal": "SIGKILL", "phase": "step", "step": 5}
+    facts |= {"primary": True, "detail": "", "at": float(rank), "generation": 1}
+    return e.WorkerCrashed(ranks=(rank,), **{**facts, **given})
+
+
+def test_a_thousand_deaths_at_once_are_one_event() -> None:
+    """One incident fits on one screen."""
+    from collections import deque
+
+    inbox: deque[e.Event] = deque(_crash(rank) for rank in range(1000))
+    inbox.append(_crash(7, signal="SIGSEGV"))
+    event = _merged(inbox)
+    assert isinstance(event, e.WorkerCrashed)
+    assert event.ranks == tuple(range(1000))
+    assert len(inbox) == 1
+
+
+def test_deaths_that_differ_stay_apart() -> None:
+    """The one that died of SIGSEGV is the culprit; it must not drown among the others."""
+    from collections import deque
+
+    inbox: deque[e.Event] = deque([_crash(0), _crash(1, signal="SIGSEGV"), _crash(2)])
+    first = _merged(inbox)
+    assert isinstance(first, e.WorkerCrashed)
+    assert first.ranks == (0,)
+
+
+def test_the_clock_never_goes_back() -> None:
+    """A daemon that starts after its host's clock was set back must not write the past."""
+    loop = VirtualLoop()
+
+    async def readings() -> list[float]:
+        clock = Clock(wall=1000.0, not_before=5000.0)
+        first = clock()
+        await asyncio.sleep(2.5)
+        return [first, clock()]
+
+    try:
+        assert loop.run_until_complete(readings()) == [5000.0, 5002.5]
+    finally:
+        loop.close()
+
+
+def test_the_daemon_imports_neither_jax_nor_orbax() -> None:
+    """They would cost 160 MB and three seconds in a process that only decides."""
+    code = (
+        "import sys, supervisor.assembly, supervisor.cli, supervisor.ray_calls\n"
+        "print([name for name in ('jax', 'jaxlib', 'orbax', 'tensorstore', 'flax', 'optax')"
+        " if name in sys.modules])"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    assert result.stdout.strip() == "[]"
+
+
+def test_the_trainer_never_imports_the_supervisor() -> None:
+    """Imports point one way: a worker must run where no supervisor is installed."""
+    for path in (ROOT / "trainer").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [node.module or ""]
+            assert not any(name.split(".")[0] == "supervisor" for name in names), path

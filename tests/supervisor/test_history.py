@@ -1,0 +1,57 @@
+"""The result adds up: where the seconds of a recovery went, and how much of the time was useful."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from supervisor.history import goodput, recoveries, step_rows
+from supervisor.journal import read_journal
+from supervisor.past import past_of
+from tests.test_scenarios import TRACES
+
+
+def test_the_stages_of_a_recovery_add_up_to_the_whole() -> None:
+    """A split that does not add up sends people to the wrong stage."""
+    (row,) = recoveries(read_journal(TRACES / "killed_in_step.jsonl"))
+    stages = [value for key, value in row.items() if key.endswith("_s") and key != "total_s"]
+    assert sum(stages) == pytest.approx(row["total_s"], abs=1e-3)
+    assert (row["event"], row["ranks"], row["step"]) == ("worker_crashed", [1], 25)
+    assert row["resumed_step"] == 20
+    assert row["start_s"] + row["load_s"] == pytest.approx(3.5, abs=0.1)
+
+
+def test_an_incident_that_ends_the_job_has_no_total() -> None:
+    """A job that failed has not recovered, and the result must not claim it."""
+    rows = recoveries(read_journal(TRACES / "the_same_error_at_the_same_step.jsonl"))
+    assert [row["total_s"] is None for row in rows] == [False, False, True]
+
+
+def test_a_stop_is_no_recovery() -> None:
+    """Failures are counted from these rows."""
+    assert recoveries(read_journal(TRACES / "stopped_by_an_operator.jsonl")) == []
+
+
+def test_the_highest_generation_wins_a_step(tmp_path: Path) -> None:
+    """What was done twice counts once; a torn line counts not at all."""
+    rows = [
+        {"generation": 1, "step": 0, "step_s": 1.0, "at": 10.0},
+        {"generation": 2, "step": 1, "step_s": 2.0, "at": 30.0},
+        {"generation": 1, "step": 1, "step_s": 9.0, "at": 20.0},
+    ]
+    text = "\n".join(json.dumps(row) for row in rows) + '\n{"generation": 3, "st'
+    (tmp_path / "metrics.jsonl").write_text(text)
+    assert {step: row["step_s"] for step, row in step_rows(tmp_path).items()} == {0: 1.0, 1: 2.0}
+    assert goodput(tmp_path, since=0.0, elapsed_s=6.0) == 0.5
+    assert goodput(tmp_path, since=15.0, elapsed_s=4.0) == 0.5
+
+
+def test_what_is_past_is_read_without_the_table_that_wrote_it() -> None:
+    """Numbers only grow, also over a change of the table."""
+    past = past_of(read_journal(TRACES / "a_damaged_restore_point.jsonl"))
+    assert (past.state, past.generation, past.incidents) == ("COMPLETED", 3, 1)
+    assert past.committed_step == 40
+    assert past.verified[-1] == (3, 40)
+    assert past_of([]).state == ""

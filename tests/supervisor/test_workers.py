@@ -1,0 +1,130 @@
+"""What workers say becomes the right event, once, in the right order, blamed on the right one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from supervisor.fsm import events as e
+from supervisor.workers import Roster
+
+
+def roster(**given: Any) -> Roster:
+    facts: dict[str, Any] = {"generation": 3, "world_size": 2, "restoring": False}
+    return Roster(**{**facts, **given})
+
+
+def names(found: list[e.Event]) -> list[str]:
+    return [event.name for event in found]
+
+
+def say(one: Roster, report: str, rank: int = 0, **facts: Any) -> list[e.Event]:
+    return one.take({"report": report, "rank": rank, "generation": 3, **facts}, 5.0)
+
+
+def ready(one: Roster) -> Roster:
+    say(one, "ready", 0, step=4)
+    say(one, "ready", 1, step=4)
+    return one
+
+
+ERROR = {"type": "KeyError", "message": "x", "frame": "f", "user": True}
+
+
+def test_all_ranks_must_be_ready_and_a_recovery_is_told_apart() -> None:
+    """RUNNING means all; and the journal says whether it was a first start."""
+    one = roster()
+    assert say(one, "ready", 0, step=4) == []
+    assert say(one, "ready", 0, step=4) == []
+    assert names(say(one, "ready", 1, step=4)) == ["workers_initialized"]
+    again = roster(restoring=True)
+    say(again, "ready", 0, step=4)
+    assert names(say(again, "ready", 1, step=4)) == ["workers_restored"]
+
+
+def test_what_overtakes_ready_on_another_way_waits_for_it() -> None:
+    """Slots report on separate ways: the first step may be heard of before the last `ready`."""
+    one = roster()
+    say(one, "ready", 0, step=4)
+    assert say(one, "stepped", 0, step=4) == []
+    assert say(one, "checkpoint_committed", 0, step=5, path="p", seconds=0.1) == []
+    assert names(say(one, "ready", 1, step=4)) == [
+        "workers_initialized",
+        "first_step_taken",
+        "checkpoint_committed",
+    ]
+    assert say(one, "stepped", 1, step=4) == []
+
+
+def test_a_collective_error_is_secondary_and_any_other_is_primary() -> None:
+    """CASES 17: the victim is not blamed."""
+    one = ready(roster())
+    (victim,) = say(one, "raised", 0, error=ERROR, phase="step", step=7, collective=True)
+    (culprit,) = say(one, "raised", 1, error=ERROR, phase="step", step=7, collective=False)
+    assert isinstance(victim, e.WorkerRaised)
+    assert isinstance(culprit, e.WorkerRaised)
+    assert (victim.primary, culprit.primary) == (False, True)
+
+
+def test_an_abort_that_jax_explains_by_a_lost_peer_is_secondary() -> None:
+    """When rank 0 dies, JAX aborts all others within 0.1 s: they are victims."""
+    tail = ["Terminating process because the JAX distributed service detected fatal errors."]
+    exit = {"status": None, "signal": "SIGABRT", "phase": "step", "step": 7}
+    (victim,) = say(ready(roster()), "exit", 1, **exit, log_tail=tail)
+    (other,) = say(ready(roster()), "exit", 1, **exit, log_tail=["assertion failed"])
+    assert isinstance(victim, e.WorkerCrashed)
+    assert isinstance(other, e.WorkerCrashed)
+    assert not victim.primary
+    assert other.primary
+    assert other.detail == "assertion failed"
+
+
+def test_an_exit_that_was_explained_or_ordered_is_no_news() -> None:
+    """One trouble is one event: the exit after an exception, or after our own kill, is none."""
+    one = ready(roster())
+    say(one, "raised", 0, error=ERROR, phase="step", step=7, collective=False)
+    assert say(one, "exit", 0, status=1, signal=None, log_tail=[]) == []
+    other = ready(roster())
+    other.ending = True
+    assert say(other, "exit", 0, status=None, signal="SIGKILL", log_tail=[]) == []
+
+
+def test_an_exit_before_the_last_step_is_a_crash_whatever_its_status() -> None:
+    """A worker that leaves with status 0 has left all the same."""
+    (event,) = say(ready(roster()), "exit", 0, status=0, signal=None, log_tail=[], step=7)
+    assert isinstance(event, e.WorkerCrashed)
+    assert (event.status, event.primary) == (0, True)
+
+
+def test_startup_and_restore_failures_have_their_own_names() -> None:
+    """They are charged to other budgets than a crash in the middle of training."""
+    kwargs = {"error": ERROR, "collective": False, "step": None}
+    assert names(say(roster(), "raised", 0, phase="initialize", startup=True, **kwargs)) == [
+        "initialization_failed"
+    ]
+    assert names(say(roster(), "raised", 0, phase="restore", **kwargs)) == ["restore_failed"]
+    assert names(say(roster(), "restore_rejected", 0, path="p", reason="r")) == [
+        "restore_point_rejected"
+    ]
+
+
+def test_a_standby_says_nothing_but_that_it_is_ready_or_lost() -> None:
+    """Its trouble is not the job's."""
+    one = roster(restoring=True, standby=True)
+    assert say(one, "standing_by", 0, seconds=4.0, rss_bytes=400e6) == []
+    (there,) = say(one, "standing_by", 1, seconds=5.0, rss_bytes=410e6)
+    assert isinstance(there, e.StandbyReady)
+    assert (there.start_s, there.memory_mb) == (5.0, 810.0)
+    (gone,) = say(one, "exit", 1, status=None, signal="SIGKILL", log_tail=[])
+    assert isinstance(gone, e.StandbyLost)
+    assert "rank 1 ended by SIGKILL" in gone.why
+
+
+def test_a_promoted_standby_speaks_as_the_active_generation() -> None:
+    """After promotion its death is a crash of the job."""
+    one = roster(restoring=True, standby=True)
+    one.promote()
+    say(one, "ready", 0, step=4)
+    assert names(say(one, "ready", 1, step=4)) == ["workers_restored"]
+    assert names(say(one, "exit", 1, status=None, signal="SIGKILL", log_tail=[])) == [
+        "worker_crashed"
+    ]
