@@ -41,6 +41,7 @@ class Reports:
     """The pipe to the slot: one write a report, from any thread."""
 
     def __init__(self, descriptor: int) -> None:
+        os.set_inheritable(descriptor, False)  # a child of the task must not keep it open
         self._descriptor = descriptor
         self._lock = threading.Lock()
 
@@ -94,8 +95,10 @@ class Worker:
         try:
             self._train()
         except BaseException as error:  # reported in full: the process ends with it
-            self._report_error(error)
-            os._exit(1)
+            try:
+                self._report_error(error)
+            finally:
+                os._exit(1)  # whatever happens: JAX's barriers at exit would hold the process
         while True:  # the slot ends this process when it sees fit
             self.orders.stop_asked.wait()
             self.orders.stop_asked.clear()
