@@ -63,7 +63,8 @@ class BeatMessage:
     `seq` changes only by the loop (progress), `beats` with each send (liveness of the process).
     `step` is the index of the step being done or next, -1 before the first is known. `durations`
     maps a phase to seconds: for "step" the median and the longest of the last 64 steps without
-    those that warm up, elsewhere the last and the longest.
+    those that warm up, elsewhere the last and the longest. `snapshot_step` counts the steps in
+    the last snapshot that this rank published, where it publishes any.
     """
 
     v: int = VERSION
@@ -78,6 +79,7 @@ class BeatMessage:
     held_out_loss: float | None = None
     step_s: float | None = None
     tokens_per_s: float | None = None
+    snapshot_step: int | None = None
     durations: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     def to_json(self) -> str:
@@ -109,6 +111,8 @@ def _check_message(raw: dict[str, Any]) -> None:
             raise HeartbeatError(f"{name} is {raw.get(name)!r}, expected an integer")
     if raw.get("phase") not in PHASES:
         raise HeartbeatError(f"phase is {raw.get('phase')!r}, expected one of {', '.join(PHASES)}")
+    if type(raw.get("snapshot_step")) not in (int, type(None)):
+        raise HeartbeatError(f"snapshot_step is {raw['snapshot_step']!r}, expected an integer")
     for name in ("loss", "held_out_loss", "step_s", "tokens_per_s"):
         if raw.get(name) is not None and type(raw[name]) not in (int, float):
             raise HeartbeatError(f"{name} is {raw[name]!r}, expected a number or null")
@@ -157,6 +161,7 @@ class Beat:
         self.held_out_loss: float | None = None
         self.step_s: float | None = None
         self.tokens_per_s: float | None = None
+        self.snapshot_step: int | None = None
         self.durations: dict[str, tuple[float, float]] = {}
         self._steps: deque[float] = deque(maxlen=STEPS_REMEMBERED)
         self._entered_at = time.monotonic()
@@ -256,6 +261,7 @@ class BeatSender(threading.Thread):
             held_out_loss=beat.held_out_loss,
             step_s=beat.step_s,
             tokens_per_s=beat.tokens_per_s,
+            snapshot_step=beat.snapshot_step,
             durations=beat.durations,
         )
 

@@ -17,11 +17,13 @@ from typing import Any
 
 import jax
 
-from trainer import checkpoint, step
+from trainer import checkpoint, snapshot, step
 from trainer.checkpoint import Committed, SaveFailed
 from trainer.config import CheckpointSettings
 from trainer.environment import describe_environment, differences
 from trainer.heartbeat import Beat
+from trainer.snapshot_writer import Interval, SnapshotContext, SnapshotFailed, SnapshotWriter
+from trainer.spec import RestorePoint, Snapshots
 from trainer.task import Context, State, Task, load_task
 
 
@@ -61,6 +63,9 @@ class Finish:
     facts: Mapping[str, Any]
 
 
+Outcome = Committed | SaveFailed | Interval | SnapshotFailed
+
+
 @dataclass(slots=True, kw_only=True)
 class _Progress:
     """What changes with each step besides the state."""
@@ -71,11 +76,12 @@ class _Progress:
 
 
 class ModelTrainer:
-    """Trains the task of the settings from a restore point, or from the seed.
+    """Trains the task of the settings from a restore point (a path: a checkpoint), or the seed.
 
     Call `connect()` and `prepare()` once, then drive `run()`; between two of its reports nothing
-    is in flight but a save. Rank 0 writes metrics and checkpoints; `on_outcome` hears of these from
-    another thread.
+    is in flight but a save. Whoever stands by calls `build()` and `warm_up()`, and `restore()` when
+    its time has come. Rank 0 writes metrics and checkpoints, the first rank of each node snapshots;
+    `on_outcome` hears of these, from another thread too.
     """
 
     def __init__(
@@ -85,13 +91,16 @@ class ModelTrainer:
         checkpoints: CheckpointSettings,
         job_dir: Path,
         beat: Beat,
-        restore_from: Path | None,
-        on_outcome: Callable[[Committed | SaveFailed], None],
+        restore_from: Path | RestorePoint | None,
+        on_outcome: Callable[[Outcome], None],
+        snapshots: Snapshots | None = None,
     ) -> None:
         self._context, self._settings = context, context.settings
         self._every_steps = checkpoints.every_steps
         self._job_dir, self._beat, self._restore_from = job_dir, beat, restore_from
         self._on_outcome = on_outcome
+        self._snapshots = snapshots if context.local_rank == 0 else None
+        self._writer: SnapshotWriter | None = None
         self._leads = context.rank == 0
         self._progress = _Progress()
         self._state: State = None
@@ -102,6 +111,11 @@ class ModelTrainer:
 
     def prepare(self) -> Ready:
         """Load the task, compile, and load the starting state."""
+        self.build()
+        return self.restore(self._restore_from)
+
+    def build(self) -> None:
+        """Load the task and compile: all that can be done without a state."""
         orbax = threading.Thread(target=checkpoint.import_orbax, name="import", daemon=True)
         self._task: Task = load_task(self._context)
         self._facts = dict(self._task.facts())
@@ -109,9 +123,28 @@ class ModelTrainer:
         self._beat.enter("compile")
         orbax.start()
         self._programs = step.compile_programs(self._task, self._layout, self._settings.seed)
-        self._beat.enter("restore")
         orbax.join()
-        changed = self._restore()
+
+    def warm_up(self) -> None:
+        """Run a step on a state of zeros and forget it: what a first step does once is then done.
+
+        Not on accelerators, whose memory belongs to those that train.
+        """
+        if self._layout.mesh.devices.flat[0].platform != "cpu":
+            return
+        state = step.place_state(self._programs, step.host_shapes(self._programs))
+        batch = step.place_rows(self._layout, self._task.batch(0))
+        _, metrics = self._programs.train(state, batch)
+        _number(metrics["loss"])
+        self._beat.tick()
+
+    def restore(self, point: Path | RestorePoint | None) -> Ready:
+        """Load the starting state; everything but the steps is done then.
+
+        Raises `CheckpointRejected` or `SnapshotRejected` where it must not be used.
+        """
+        self._beat.enter("restore")
+        changed = self._restore(point)
         self._saver = (
             checkpoint.Saver(self._job_dir, self._context.generation, self._on_outcome)
             if self._leads
@@ -139,6 +172,7 @@ class ModelTrainer:
             if self._progress.done % self._every_steps == 0:
                 self.save()
             yield report
+            self._snapshot(report.step_s)
 
     def save(self, *, wait: bool = False) -> int:
         """Save the state as it is, in the background unless told to wait; the number of steps."""
@@ -212,12 +246,50 @@ class ModelTrainer:
             at=report.at,
         )
 
-    def _restore(self) -> tuple[str, ...]:
-        if self._restore_from is None:
+    def _snapshot(self, step_s: float) -> None:
+        """Keep the state in shared memory, where it is due, before the next step consumes it."""
+        if self._snapshots is None:
+            return
+        if self._writer is None:
+            self._writer = self._start_snapshots(self._snapshots)
+        if self._writer.due(self._progress.done, step_s):
+            leaves, volatile = step.snapshot_leaves(self._state)
+            self._writer.take(self._progress.done, leaves, self._meta(), volatile=volatile)
+
+    def _start_snapshots(self, snapshots: Snapshots) -> SnapshotWriter:
+        context = self._context
+
+        def published(done: int) -> None:
+            self._beat.snapshot_step = done
+
+        every = snapshots.every_steps
+        return SnapshotWriter(
+            snapshots.directory,
+            SnapshotContext(
+                run=str(self._job_dir),
+                generation=context.generation,
+                rank=context.rank,
+                world_size=context.world_size,
+                replica=context.node_rank,
+            ),
+            every if isinstance(every, int) else "auto",
+            on_published=published,
+            on_outcome=self._on_outcome,
+            background_counts=self._layout.mesh.devices.flat[0].platform == "cpu",
+        )
+
+    def _restore(self, point: Path | RestorePoint | None) -> tuple[str, ...]:
+        if point is None:
             self._state = step.initial_state(self._task, self._layout, self._settings.seed)
             jax.block_until_ready(self._state)  # type: ignore[no-untyped-call]
             return ()
-        host, meta = checkpoint.load(self._restore_from, step.host_shapes(self._programs))
+        target = step.host_shapes(self._programs)
+        if isinstance(point, RestorePoint) and point.kind == "snapshot":
+            run = str(self._job_dir)
+            host, meta = snapshot.load(point.path, point.generation, point.step, target, run)
+        else:
+            path = Path(point.path) if isinstance(point, RestorePoint) else point
+            host, meta = checkpoint.load(path, target)
         self._state = step.place_state(self._programs, host)
         self._progress = _Progress(
             done=int(meta["step"]), loss=meta.get("loss"), held_out_loss=meta.get("held_out_loss")

@@ -26,13 +26,14 @@ import structlog
 from trainer import heartbeat
 from trainer.drills import Drills, Fault, FaultError
 from trainer.heartbeat import Beat, BeatSender
-from trainer.spec import SpecError, WorkerSpec
+from trainer.spec import RestorePoint, SpecError, WorkerSpec
 
 log = structlog.get_logger()
 
 GO_WAIT_S = 5.0
 """How long rank 0 waits, between two steps, for the others to know where to stop."""
 
+_STARTED = time.monotonic()
 _PR_SET_PDEATHSIG = 1
 _START_PHASES = frozenset({"initialize", "compile", "restore"})
 
@@ -41,6 +42,7 @@ class Reports:
     """The pipe to the slot: one write a report, from any thread."""
 
     def __init__(self, descriptor: int) -> None:
+        os.set_inheritable(descriptor, False)  # a child of the task must not keep it open
         self._descriptor = descriptor
         self._lock = threading.Lock()
 
@@ -75,6 +77,8 @@ class Orders:
     def __init__(self) -> None:
         self.stop_asked = threading.Event()
         self.go = threading.Event()
+        self.promoted = threading.Event()
+        self.restore_point: RestorePoint | None = None
         self.stop_after: int | None = None
 
 
@@ -83,6 +87,7 @@ class Worker:
 
     def __init__(self, spec: WorkerSpec, reports: Reports) -> None:
         self.spec, self.reports = spec, reports
+        self._point = spec.restore_point
         self.orders = Orders()
         self.drills = Drills(self._announce)
         self.beat = WorkerBeat(spec.beat_file, reports, self.drills)
@@ -94,8 +99,10 @@ class Worker:
         try:
             self._train()
         except BaseException as error:  # reported in full: the process ends with it
-            self._report_error(error)
-            os._exit(1)
+            try:
+                self._report_error(error)
+            finally:
+                os._exit(1)  # whatever happens: JAX's barriers at exit would hold the process
         while True:  # the slot ends this process when it sees fit
             self.orders.stop_asked.wait()
             self.orders.stop_asked.clear()
@@ -127,7 +134,10 @@ class Worker:
         trainer = self._trainer()
         trainer.connect()
         watchdog.cancel()
-        ready = trainer.prepare()
+        trainer.build()
+        if self.spec.role == "standby":
+            self._stand_by(trainer)
+        ready = trainer.restore(self._point)
         self.reports.send(
             "ready",
             step=ready.step,
@@ -138,6 +148,17 @@ class Worker:
         )
         log.info("ready", step=ready.step, differences=list(ready.differences))
         self._drive(trainer)
+
+    def _stand_by(self, trainer: Any) -> None:
+        """Do what can be done before there is a state, then wait for the order to take over."""
+        if not self.orders.promoted.is_set():
+            trainer.warm_up()
+            self.beat.enter("wait")
+            seconds = round(time.monotonic() - _STARTED, 3)
+            self.reports.send("standing_by", seconds=seconds, rss_bytes=_resident_bytes())
+            log.info("standing by", seconds=seconds)
+            self.orders.promoted.wait()
+        self._point = self.orders.restore_point
 
     def _trainer(self) -> Any:
         from trainer.loop import ModelTrainer
@@ -157,8 +178,9 @@ class Worker:
             checkpoints=spec.checkpoint,
             job_dir=Path(spec.run_dir),
             beat=self.beat,
-            restore_from=Path(spec.restore_point.path) if spec.restore_point else None,
+            restore_from=spec.restore_point,
             on_outcome=self._report_outcome,
+            snapshots=spec.snapshots,
         )
 
     def _drive(self, trainer: Any) -> None:
@@ -216,10 +238,19 @@ class Worker:
             self.orders.stop_after = int(order["step"])
             self.orders.stop_asked.set()
             self.reports.send("acknowledged", order=kind)
+        elif kind == "promote":
+            self._promote(order)
         elif kind == "fault":
             self._arm(Fault.from_dict(order))
         else:
-            raise ValueError(f"order is {kind!r}, expected stop, go, stop_after or fault")
+            raise ValueError(f"order is {kind!r}, expected stop, go, stop_after, promote or fault")
+
+    def _promote(self, order: Mapping[str, Any]) -> None:
+        if self.spec.role != "standby" or self.orders.promoted.is_set():
+            raise ValueError("only a standby can be promoted, and only once")
+        point = RestorePoint.from_dict("order.restore_point", order["restore_point"])
+        self.orders.restore_point = point
+        self.orders.promoted.set()
 
     def _arm(self, fault: Fault) -> None:
         if not self.spec.drills:
@@ -253,8 +284,16 @@ class Worker:
 
     def _report_outcome(self, outcome: Any) -> None:
         from trainer.checkpoint import Committed
+        from trainer.snapshot_writer import Interval, SnapshotFailed
 
-        if isinstance(outcome, Committed):
+        if isinstance(outcome, Interval):
+            cost_s = round(outcome.cost_s, 6)
+            log.info("snapshot interval", every_steps=outcome.every_steps, cost_s=cost_s)
+            self.reports.send("snapshot_interval", every_steps=outcome.every_steps, cost_s=cost_s)
+        elif isinstance(outcome, SnapshotFailed):
+            log.warning("snapshot failed", step=outcome.step, error=outcome.error)
+            self.reports.send("snapshot_failed", step=outcome.step, error=outcome.error)
+        elif isinstance(outcome, Committed):
             self.reports.send(
                 "checkpoint_committed",
                 step=outcome.step,
@@ -269,9 +308,18 @@ class Worker:
     def _report_error(self, error: BaseException) -> None:
         from trainer import failures
 
-        if type(error).__name__ == "CheckpointRejected":
+        if type(error).__name__ in ("CheckpointRejected", "SnapshotRejected"):
+            point = self._point
+            assert point is not None, "nothing else can be rejected"
             log.error("restore rejected", why=str(error))
-            self.reports.send("restore_rejected", path=error.path, reason=error.reason)  # type: ignore[attr-defined]
+            self.reports.send(
+                "restore_rejected",
+                path=point.path,
+                reason=error.reason,  # type: ignore[attr-defined]
+                kind=point.kind,
+                step=point.step,
+                generation=point.generation,
+            )
             return
         report = failures.describe(error, self.spec.trainer.task)
         self._send_raised(
@@ -330,6 +378,11 @@ def main() -> None:
 
 def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None  # JSON has no NaN
+
+
+def _resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def _log_plainly() -> None:

@@ -16,6 +16,9 @@ from pydantic import ValidationError
 from trainer.config import CheckpointSettings, TrainerSettings
 from trainer.drills import Fault, FaultError
 
+ROLES = ("active", "standby")
+KINDS_OF_RESTORE_POINTS = ("checkpoint", "snapshot")
+
 
 class SpecError(ValueError):
     """A spec that no process can follow: a mistake of whoever wrote it."""
@@ -23,12 +26,35 @@ class SpecError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestorePoint:
-    """What to start from: `step` steps are finished in it."""
+    """What to start from: `step` steps are finished in it.
+
+    `kind` "checkpoint": `path` is its directory. "snapshot": `path` is the directory of all
+    snapshots, and `step` and `generation` say which of them.
+    """
 
     kind: str
     path: str
     step: int
     generation: int
+
+    @classmethod
+    def from_dict(cls, where: str, raw: object) -> RestorePoint | None:
+        """Read what stands at `where`, null included; raises `SpecError` that names the key."""
+        if raw is None:
+            return None
+        point = cls(**_typed(where, cls, raw))
+        if point.kind not in KINDS_OF_RESTORE_POINTS:
+            wanted = " or ".join(KINDS_OF_RESTORE_POINTS)
+            raise SpecError(f"{where}.kind is {point.kind!r}, expected {wanted}")
+        return point
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshots:
+    """Where this node's snapshots go, and after how many steps: a number, 0 = never, or "auto"."""
+
+    directory: str
+    every_steps: int | str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +72,9 @@ class WorkerSpec:
     """All that one rank of one generation needs to know.
 
     `run_dir` is the job's own directory. `coordinator` ("host:port") may be empty in a world of
-    one. Without `heartbeat` nothing is sent; the beat file is written all the same.
+    one. Without `heartbeat` nothing is sent; the beat file is written all the same. A "standby"
+    gets its restore point later, with the order to promote it. `log_file` is for a process that was
+    started before it was known what for; the others write to it from the start.
     """
 
     job: str
@@ -68,6 +96,8 @@ class WorkerSpec:
     join_timeout_s: float = 60.0
     drills: bool = False
     faults: tuple[Fault, ...] = ()
+    snapshots: Snapshots | None = None
+    log_file: str | None = None
 
     def to_json(self) -> str:
         """One line of JSON, the password included: it belongs on a pipe, never in a log."""
@@ -86,9 +116,13 @@ class WorkerSpec:
                 values[name] = schema.model_validate(raw[name])
             except ValidationError as error:
                 raise SpecError(f"spec.{name}: {error}") from error
-        if values.get("restore_point") is not None:
-            point = _typed("spec.restore_point", RestorePoint, raw["restore_point"])
-            values["restore_point"] = RestorePoint(**point)
+        if values.get("role", ROLES[0]) not in ROLES:
+            raise SpecError(f"spec.role is {raw['role']!r}, expected {' or '.join(ROLES)}")
+        values["restore_point"] = RestorePoint.from_dict(
+            "spec.restore_point", raw.get("restore_point")
+        )
+        if values.get("snapshots") is not None:
+            values["snapshots"] = _snapshots(raw["snapshots"])
         if values.get("heartbeat") is not None:
             store = _typed("spec.heartbeat", HeartbeatStore, raw["heartbeat"])
             values["heartbeat"] = HeartbeatStore(**store)
@@ -105,7 +139,18 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "float": (int, float),
     "bool": (bool,),
     "str | None": (str, type(None)),
+    "int | str": (int, str),
 }
+
+
+def _snapshots(raw: object) -> Snapshots:
+    found = Snapshots(**_typed("spec.snapshots", Snapshots, raw))
+    every = found.every_steps
+    if (isinstance(every, str) and every != "auto") or (isinstance(every, int) and every < 0):
+        raise SpecError(
+            f'spec.snapshots.every_steps is {every!r}, expected a number from 0 or "auto"'
+        )
+    return found
 
 
 def _typed(where: str, schema: type[Any], raw: object) -> dict[str, Any]:

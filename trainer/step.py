@@ -135,6 +135,21 @@ def to_host(state: State) -> Host:
     return jax.tree.map(lambda leaf: np.array(_bits(leaf).addressable_data(0), copy=True), state)
 
 
+def snapshot_leaves(state: State) -> tuple[list[tuple[str, Any]], bool]:
+    """Name and array of each leaf, for a snapshot, and whether the next step takes them away.
+
+    On CPU these are views of the state itself, to be copied and dropped before the next step; on
+    accelerators they are copies on the device, already on their way to the host.
+    """
+    flat = [(name, _bits(leaf).addressable_data(0)) for name, leaf in named_leaves(state)]
+    if all(one.device.platform == "cpu" for _, one in flat):
+        return [(name, np.asarray(one)) for name, one in flat], True
+    copies = [(name, jnp.copy(one)) for name, one in flat]
+    for _, one in copies:
+        one.copy_to_host_async()
+    return copies, False
+
+
 def host_shapes(programs: Programs) -> Host:
     """What `to_host` gives for a state of these programs: numpy arrays that cost no memory."""
 
