@@ -221,6 +221,9 @@ class _Assembly:
             "state": effect.state,
             "exit_status": effect.exit_status,
             "reason": effect.reason,
+            "traceback": history.last_traceback(daemon.moves_of_run)
+            if effect.state == State.FAILED.name
+            else None,
             "step": job.result.get("step", max(job.committed_step, 0)),
             "params_digest": job.result.get("params_digest"),
             "loss": job.result.get("loss", last.get("loss")),

