@@ -211,6 +211,8 @@ class Performers:
                 return e.RestorePointQuarantined(at=self.clock(), path=effect.path)
             case x.PlaceSlots():
                 return await self._place_slots(effect)
+            case x.PreloadStandby():
+                await self._preload_standby(effect)
             case x.PromoteStandby():
                 return await self._promote_standby(effect)
             case x.StartWorkers():  # and RestoreWorkers
@@ -355,6 +357,17 @@ class Performers:
         now = asyncio.get_running_loop().time()
         self.monitor.arm(effect.generation, range(self.workers), now)
         return pids
+
+    async def _preload_standby(self, effect: x.PreloadStandby) -> None:
+        """A help, not a duty: who cannot load ahead loads when it is promoted."""
+        order = {"order": "preload", "restore_point": restore_point_of(effect)}
+        ranks = range(self.workers)
+        orders = (self.cluster.order(effect.generation, rank, order) for rank in ranks)
+        for outcome in await asyncio.gather(*orders, return_exceptions=True):
+            if isinstance(outcome, ClusterError):
+                log.info("not_preloaded", generation=effect.generation, why=str(outcome))
+            elif isinstance(outcome, BaseException):
+                raise outcome
 
     async def _promote_standby(self, effect: x.PromoteStandby) -> e.Event | None:
         """Ends in `workers_restored`, or in what the workers say instead."""

@@ -101,6 +101,7 @@ class ModelTrainer:
         self._on_outcome = on_outcome
         self._snapshots = snapshots if context.local_rank == 0 else None
         self._writer: SnapshotWriter | None = None
+        self._saver: checkpoint.Saver | None = None
         self._leads = context.rank == 0
         self._progress = _Progress()
         self._state: State = None
@@ -139,17 +140,15 @@ class ModelTrainer:
         self._beat.tick()
 
     def restore(self, point: Path | RestorePoint | None) -> Ready:
-        """Load the starting state; everything but the steps is done then.
+        """Load the starting state; everything but the steps is done then. May be called again.
 
         Raises `CheckpointRejected` or `SnapshotRejected` where it must not be used.
         """
         self._beat.enter("restore")
         changed = self._restore(point)
-        self._saver = (
-            checkpoint.Saver(self._job_dir, self._context.generation, self._on_outcome)
-            if self._leads
-            else None
-        )
+        if self._leads and self._saver is None:
+            generation = self._context.generation
+            self._saver = checkpoint.Saver(self._job_dir, generation, self._on_outcome)
         return Ready(
             step=self._progress.done,
             environment=self._environment,
@@ -280,6 +279,7 @@ class ModelTrainer:
 
     def _restore(self, point: Path | RestorePoint | None) -> tuple[str, ...]:
         if point is None:
+            self._progress = _Progress()
             self._state = step.initial_state(self._task, self._layout, self._settings.seed)
             jax.block_until_ready(self._state)  # type: ignore[no-untyped-call]
             return ()

@@ -12,6 +12,7 @@ import faulthandler
 import json
 import math
 import os
+import queue
 import resource
 import signal
 import sys
@@ -77,8 +78,8 @@ class Orders:
     def __init__(self) -> None:
         self.stop_asked = threading.Event()
         self.go = threading.Event()
-        self.promoted = threading.Event()
-        self.restore_point: RestorePoint | None = None
+        self.standby: queue.SimpleQueue[tuple[bool, RestorePoint | None]] = queue.SimpleQueue()
+        """(whether it is promoted, where to start); before that it may be told what to load."""
         self.stop_after: int | None = None
 
 
@@ -135,9 +136,9 @@ class Worker:
         trainer.connect()
         watchdog.cancel()
         trainer.build()
-        if self.spec.role == "standby":
-            self._stand_by(trainer)
-        ready = trainer.restore(self._point)
+        ready = (
+            self._stand_by(trainer) if self.spec.role == "standby" else trainer.restore(self._point)
+        )
         self.reports.send(
             "ready",
             step=ready.step,
@@ -149,16 +150,37 @@ class Worker:
         log.info("ready", step=ready.step, differences=list(ready.differences))
         self._drive(trainer)
 
-    def _stand_by(self, trainer: Any) -> None:
-        """Do what can be done before there is a state, then wait for the order to take over."""
-        if not self.orders.promoted.is_set():
+    def _stand_by(self, trainer: Any) -> Any:
+        """Do what can be done before there is a state, then wait for the order to take over.
+
+        What to load may be told before the promotion, while the generation that trained is ended.
+        """
+        if self.orders.standby.empty():
             trainer.warm_up()
             self.beat.enter("wait")
             seconds = round(time.monotonic() - _STARTED, 3)
             self.reports.send("standing_by", seconds=seconds, rss_bytes=_resident_bytes())
             log.info("standing by", seconds=seconds)
-            self.orders.promoted.wait()
-        self._point = self.orders.restore_point
+        loaded: tuple[RestorePoint | None, Any] | None = None
+        while True:
+            promoted, point = self.orders.standby.get()
+            if promoted:
+                self._point = point
+                return loaded[1] if loaded and loaded[0] == point else trainer.restore(point)
+            loaded = self._preload(trainer, point)
+            self.beat.enter("wait")
+
+    def _preload(
+        self, trainer: Any, point: RestorePoint | None
+    ) -> tuple[RestorePoint | None, Any] | None:
+        """A restore point that is damaged is told of when it counts."""
+        try:
+            return point, trainer.restore(point)
+        except Exception as error:
+            if not _is_rejection(error):
+                raise
+            log.warning("not loaded ahead", why=str(error))
+            return None
 
     def _trainer(self) -> Any:
         from trainer.loop import ModelTrainer
@@ -238,19 +260,21 @@ class Worker:
             self.orders.stop_after = int(order["step"])
             self.orders.stop_asked.set()
             self.reports.send("acknowledged", order=kind)
-        elif kind == "promote":
-            self._promote(order)
+        elif kind in ("preload", "promote"):
+            self._take_over(order, promoted=kind == "promote")
         elif kind == "fault":
             self._arm(Fault.from_dict(order))
         else:
-            raise ValueError(f"order is {kind!r}, expected stop, go, stop_after, promote or fault")
+            raise ValueError(f"order is {kind!r}, which this version does not know")
 
-    def _promote(self, order: Mapping[str, Any]) -> None:
-        if self.spec.role != "standby" or self.orders.promoted.is_set():
-            raise ValueError("only a standby can be promoted, and only once")
-        point = RestorePoint.from_dict("order.restore_point", order["restore_point"])
-        self.orders.restore_point = point
-        self.orders.promoted.set()
+    def _take_over(self, order: Mapping[str, Any], *, promoted: bool) -> None:
+        if self.spec.role != "standby":
+            raise ValueError("only a standby can be promoted")
+        given = order["restore_point"]
+        point = None
+        if given is not None:
+            point = RestorePoint.from_dict("order.restore_point", given)
+        self.orders.standby.put((promoted, point))
 
     def _arm(self, fault: Fault) -> None:
         if not self.spec.drills:
@@ -308,7 +332,7 @@ class Worker:
     def _report_error(self, error: BaseException) -> None:
         from trainer import failures
 
-        if type(error).__name__ in ("CheckpointRejected", "SnapshotRejected"):
+        if _is_rejection(error):
             point = self._point
             assert point is not None, "nothing else can be rejected"
             log.error("restore rejected", why=str(error))
@@ -338,6 +362,11 @@ class Worker:
             collective=collective,
             startup=startup,
         )
+
+
+def _is_rejection(error: BaseException) -> bool:
+    # By name: the modules that define them import jax.
+    return type(error).__name__ in ("CheckpointRejected", "SnapshotRejected")
 
 
 def main() -> None:

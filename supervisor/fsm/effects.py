@@ -64,6 +64,11 @@ class PrepareStandby(Effect):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PreloadStandby(StartWorkers):
+    """Have the generation that stands by load what it will need if it is promoted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PromoteStandby(StartWorkers):
     """Have the generation that stands by load the restore point and train."""
 

@@ -15,6 +15,7 @@ from .effects import (
     KillWorkers,
     NotifyOperator,
     PlaceSlots,
+    PreloadStandby,
     PrepareSpares,
     PrepareStandby,
     PromoteStandby,
@@ -35,6 +36,7 @@ from .events import (
     DeadlinePassed,
     Event,
     ExitUnproven,
+    GenerationEvent,
     HousekeepingFailed,
     NodeLost,
     RaisedEvent,
@@ -106,6 +108,7 @@ class Job:
     placement: int = 0
     slots_placed: bool = False
     rung: str = ""  # How the active generation came to be: "standby" or "slots".
+    ahead: str = ""  # A restore point for the standby, before it is needed: looking, or found.
     restore_kind: str = ""
     restore_step: int = 0
     restore_path: str = ""
@@ -178,6 +181,13 @@ class Job:
         """The workers that are being restored are those of a standby: a rung, not the last."""
         return self.rung == "standby"
 
+    def looks_ahead(self, event: GenerationEvent) -> bool:
+        return event.generation == self.standby and self.ahead == "looking"
+
+    def is_ahead(self, event: RetryGranted) -> bool:
+        """The standby has its restore point already."""
+        return self.ahead == "found" and self.standby is not None and event.backoff_s == 0
+
     def may_promote(self, event: Event) -> bool:
         return self.rung == "standby" and self.slots_placed
 
@@ -238,6 +248,22 @@ class Job:
         """Every change of state ends the deadlines of the state that was left."""
         self.entry += 1
 
+    def look_ahead(self, event: Event) -> None:
+        """While the processes end, the standby may load what it will need."""
+        if self.standby is not None:
+            self.ahead = "looking"
+            self.effects.append(
+                SelectRestorePoint(generation=self.standby, seed_allowed=self.committed_step < 0)
+            )
+
+    def preload_standby(self, event: RestorePointSelected) -> None:
+        assert self.standby is not None
+        self.ahead = "found"
+        self.effects.append(PreloadStandby(**self._start(self.standby)))
+
+    def forget_ahead(self, event: Event) -> None:
+        self.ahead = ""
+
     def issue_generation(self, event: Event) -> None:
         self.generation += 1
         self.active = self.generation
@@ -250,6 +276,10 @@ class Job:
             return
         self.active, self.standby, self.standby_ready = self.standby, None, False
         self.rung = "standby"
+
+    def take_what_is_ahead(self, event: Event) -> None:
+        """The restore point was found while the processes ended."""
+        self.ahead = ""
 
     def select_restore_point(self, event: Event) -> None:
         self.effects.append(
@@ -278,13 +308,13 @@ class Job:
         self.slots_placed = True
 
     def start_workers(self, event: Event) -> None:
-        self.effects.append(StartWorkers(**self._start()))
+        self.effects.append(StartWorkers(**self._start(self.active)))
 
     def restore_workers(self, event: Event) -> None:
-        self.effects.append(RestoreWorkers(**self._start()))
+        self.effects.append(RestoreWorkers(**self._start(self.active)))
 
     def promote_standby(self, event: Event) -> None:
-        self.effects.append(PromoteStandby(**self._start()))
+        self.effects.append(PromoteStandby(**self._start(self.active)))
 
     def prepare_standby(self, event: Event) -> None:
         self.generation += 1
@@ -318,11 +348,11 @@ class Job:
         if self.standby is not None:
             self.leaving = (*self.leaving, self.standby)
             self.effects.append(KillWorkers(generation=self.standby, incident=0))
-            self.standby, self.standby_ready = None, False
+            self.standby, self.standby_ready, self.ahead = None, False, ""
 
-    def _start(self) -> dict[str, Any]:
+    def _start(self, generation: int) -> dict[str, Any]:
         return {
-            "generation": self.active,
+            "generation": generation,
             "kind": self.restore_kind,
             "step": self.restore_step,
             "path": self.restore_path,
@@ -538,7 +568,11 @@ class Job:
         return round(min(plain_s, self.limits.backoff_max_s) * (0.75 + 0.5 * chance), 3)
 
     def back_off(self, event: RetryGranted) -> None:
-        """Without a backoff the search for a restore point starts at once."""
+        """Without a backoff the search for a restore point starts at once, or is under way."""
+        looking = self.ahead == "looking" and self.rung == "standby"
+        self.ahead = ""
+        if looking and event.backoff_s == 0:
+            return
         if event.backoff_s > 0:
             self.stage = "backoff"
             self._set_deadline("backoff", event.backoff_s)

@@ -17,6 +17,9 @@ from .events import (
     ExitUnproven,
     GenerationEvent,
     RaisedEvent,
+    RestorePointSelected,
+    RestorePointsExhausted,
+    RestorePointsUnreadable,
     StandbyLost,
     StandbyReady,
     WorkersGone,
@@ -26,6 +29,15 @@ from .states import State
 from .table import TRANSITIONS
 
 CHAIN_MAX = 8
+
+# The rest of what can be said of a standby is what only an active generation may say.
+_OF_A_STANDBY = (
+    StandbyReady,
+    StandbyLost,
+    RestorePointSelected,
+    RestorePointsUnreadable,
+    RestorePointsExhausted,
+)
 
 
 class UnexpectedEvent(Exception):
@@ -152,7 +164,7 @@ def _turned_away(job: Job, event: Event) -> str:
     if event.generation == job.active:
         return ""
     if event.generation == job.standby:
-        if isinstance(event, StandbyReady | StandbyLost):
+        if isinstance(event, _OF_A_STANDBY):
             return ""
         return "not a word that a standby may say"
     if event.generation in job.leaving:

@@ -190,7 +190,7 @@ FAILURES = [
             S.DRAINING,
             "the culprit is known",
             when="is_primary",
-            do="drain_to_recover open_incident kill_workers",
+            do="drain_to_recover open_incident kill_workers look_ahead",
         )
         for event in (e.WorkerCrashed, e.WorkerRaised)
     ],
@@ -200,7 +200,7 @@ FAILURES = [
             (*STARTING, S.RUNNING),
             S.DRAINING,
             "a victim spoke first; the culprit has a moment to show itself",
-            do="drain_to_recover open_incident call_last",
+            do="drain_to_recover open_incident call_last look_ahead",
         )
         for event in (e.WorkerCrashed, e.WorkerRaised)
     ],
@@ -210,7 +210,7 @@ FAILURES = [
             (*STARTING, S.RUNNING),
             S.DRAINING,
             "the workers stand still",
-            do="drain_to_recover open_incident collect_evidence",
+            do="drain_to_recover open_incident collect_evidence look_ahead",
         )
         for event in (e.HeartbeatLost, e.ProgressStalled)
     ],
@@ -414,6 +414,33 @@ DRAINING = [
             ),
         )
     ],
+    on(
+        e.RestorePointSelected,
+        S.DRAINING,
+        None,
+        "the standby loads it while the processes end",
+        when="looks_ahead",
+        do="accept_restore_point preload_standby",
+    ),
+    *[
+        on(
+            event,
+            S.DRAINING,
+            None,
+            "nothing found ahead; it is looked for again when it is needed",
+            when="looks_ahead",
+            do="forget_ahead",
+        )
+        for event in (e.RestorePointsUnreadable, e.RestorePointsExhausted)
+    ],
+    on(
+        e.RetryGranted,
+        S.DRAINING,
+        S.RESTORING,
+        "the standby has loaded its state, or is about to",
+        when="is_ahead",
+        do="advance_generation take_what_is_ahead promote_standby",
+    ),
     on(
         e.RetryGranted,
         S.DRAINING,
