@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 
-from trainer import checkpoint, snapshot, step
+from trainer import checkpoint, executable, snapshot, step
 from trainer.checkpoint import Committed, SaveFailed
 from trainer.config import CheckpointSettings
 from trainer.environment import describe_environment, differences
@@ -94,11 +94,13 @@ class ModelTrainer:
         restore_from: Path | RestorePoint | None,
         on_outcome: Callable[[Outcome], None],
         snapshots: Snapshots | None = None,
+        executables: Path | None = None,
     ) -> None:
         self._context, self._settings = context, context.settings
         self._every_steps = checkpoints.every_steps
         self._job_dir, self._beat, self._restore_from = job_dir, beat, restore_from
         self._on_outcome = on_outcome
+        self._executables = executables
         self._snapshots = snapshots if context.local_rank == 0 else None
         self._writer: SnapshotWriter | None = None
         self._saver: checkpoint.Saver | None = None
@@ -123,8 +125,17 @@ class ModelTrainer:
         self._environment = describe_environment()
         self._beat.enter("compile")
         orbax.start()
-        self._programs = step.compile_programs(self._task, self._layout, self._settings.seed)
+        self._programs = self._load_or_compile()
         orbax.join()
+
+    def _load_or_compile(self) -> step.Programs:
+        shapes = step.shapes_of(self._task, self._layout, self._settings.seed)
+        if self._executables is None:
+            return step.compile_shapes(self._task, self._layout, shapes)
+        described = {"environment": self._environment, "facts": self._facts}
+        return executable.load_or_compile(
+            self._executables, self._task, self._layout, shapes, described
+        )
 
     def warm_up(self) -> None:
         """Run a step on a state of zeros and forget it: what a first step does once is then done.

@@ -203,6 +203,7 @@ class Worker:
             restore_from=spec.restore_point,
             on_outcome=self._report_outcome,
             snapshots=spec.snapshots,
+            executables=Path(spec.run_dir) / "executables",
         )
 
     def _drive(self, trainer: Any) -> None:

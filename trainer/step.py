@@ -34,6 +34,23 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Shapes:
+    """What programs are compiled for: pytrees of shapes with their shardings.
+
+    `batch` and `held_out` are global; the latter is None for a task without evaluation.
+    """
+
+    state: Any
+    batch: Any
+    held_out: Any
+
+    @property
+    def batch_rows(self) -> int:
+        """Rows of a global batch."""
+        return int(jax.tree.leaves(self.batch)[0].shape[0])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Programs:
     """The compiled steps, with the shapes they were compiled for.
 
@@ -77,27 +94,38 @@ def _connect(layout: Layout) -> None:
         raise RuntimeError(f"an all-reduce over {layout.mesh.size} devices gave {int(total)}")
 
 
+def shapes_of(task: Task, layout: Layout, seed: int) -> Shapes:
+    """The shapes of the task's own state and batches; traces its `init`, computes nothing."""
+    held_out = _abstract_batch(task.held_out_batch(0), layout) if task.evaluates else None
+    return Shapes(
+        state=_abstract(jax.eval_shape(task.init, jax.random.key(seed)), layout.whole),
+        batch=_abstract_batch(task.batch(0), layout),
+        held_out=held_out,
+    )
+
+
 def compile_programs(task: Task, layout: Layout, seed: int) -> Programs:
     """Trace and compile the task's functions for the shapes of its own state and batches.
 
     Raises `TaskError` where the task breaks its contract, and whatever its code raises.
     """
-    key = jax.random.key(seed)
-    state = _abstract(jax.eval_shape(task.init, key), layout.whole)
-    batch = _abstract_batch(task.batch(0), layout)
-    _check_contract(state, jax.eval_shape(task.train_step, state, batch))
+    return compile_shapes(task, layout, shapes_of(task, layout, seed))
+
+
+def compile_shapes(task: Task, layout: Layout, shapes: Shapes) -> Programs:
+    """Trace and compile the task's functions for these shapes; see `compile_programs`."""
+    _check_contract(shapes.state, jax.eval_shape(task.train_step, shapes.state, shapes.batch))
     train = jax.jit(
         task.train_step, donate_argnums=0, out_shardings=(layout.whole, layout.whole)
-    ).lower(state, batch)
+    ).lower(shapes.state, shapes.batch)
     evaluate = None
-    if task.evaluates:
-        held_out = _abstract_batch(task.held_out_batch(0), layout)
-        lowered = jax.jit(task.evaluate, out_shardings=layout.whole).lower(state, held_out)
-        evaluate = lowered.compile()
+    if shapes.held_out is not None:
+        lowered = jax.jit(task.evaluate, out_shardings=layout.whole)
+        evaluate = lowered.lower(shapes.state, shapes.held_out).compile()
     return Programs(
         layout=layout,
-        state=state,
-        batch_rows=jax.tree.leaves(batch)[0].shape[0],
+        state=shapes.state,
+        batch_rows=shapes.batch_rows,
         train=train.compile(),
         evaluate=evaluate,
     )
