@@ -190,8 +190,15 @@ def replay(options: argparse.Namespace) -> int:
 
 def graph(options: argparse.Namespace) -> int:
     """Print the state machine as Markdown with a Mermaid diagram, made from the table that runs."""
-    from supervisor.fsm.render import render
+    from supervisor.fsm.render import insert, render
 
+    if options.write is not None:
+        path = Path(options.write)
+        try:
+            path.write_text(insert(path.read_text(encoding="utf-8")), encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise OperatorError(f"{path} cannot be refreshed: {error}") from error
+        return 0
     text = render()
     print(json.dumps({"markdown": text}) if options.json else text)
     return 0
@@ -307,6 +314,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_json(one)
     one = _add(commands, "graph", graph, "the state machine as a diagram", "graph > machine.md")
     _add_json(one)
+    one.add_argument(
+        "--write", metavar="FILE", help="refresh the generated block between FILE's markers"
+    )
     _add_stop(commands)
     _add_fault(commands)
     return parser

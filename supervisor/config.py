@@ -87,8 +87,8 @@ class HeartbeatSettings(Section):
     @field_validator("redis_url")
     @classmethod
     def _known_scheme(cls, url: str) -> str:
-        if url != "local" and not url.startswith(("redis://", "rediss://")):
-            raise ValueError('must be "local", or start with redis:// or rediss://')
+        if url != "local" and not url.startswith("redis://"):
+            raise ValueError('must be "local", or start with redis://')
         return url
 
 

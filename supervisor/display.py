@@ -120,6 +120,7 @@ def render(snapshot: Snapshot) -> RenderableType:
         ("step", _steps(snapshot)),
         ("training", _training(snapshot)),
         ("restore from", _restore_point(snapshot)),
+        ("standby", _standby(snapshot)),
         ("budgets", _budgets(snapshot)),
         ("incident", _incident(snapshot)),
         ("attention", _trouble(snapshot)),
@@ -193,7 +194,28 @@ def _restore_point(snapshot: Snapshot) -> Text | None:
     step = snapshot.get("step")
     if isinstance(step, int) and isinstance(point.get("step"), int) and step > point["step"]:
         text.append(f"  {step - point['step']} steps ago", style="dim")
+    if isinstance(snapshot.get("snapshot_step"), int):
+        text.append(f"; snapshot in memory of step {snapshot['snapshot_step']}")
     return text
+
+
+def _standby(snapshot: Snapshot) -> Text | None:
+    """Whether the next generation is there, and what it costs."""
+    standby = snapshot.get("standby")
+    if not standby:
+        return None
+    if standby.get("disabled"):
+        return Text("none any more: it failed too often", style="yellow")
+    text = Text(f"generation {standby.get('generation')} ")
+    if not standby.get("ready"):
+        return text.append("is being prepared", style="yellow")
+    text.append("is ready", style="green")
+    costs = []
+    if standby.get("memory_mb"):
+        costs.append(f"{standby['memory_mb']:,.0f} MB")
+    if standby.get("start_s"):
+        costs.append(f"{standby['start_s']:.1f} s to start")
+    return text.append(f"  {', '.join(costs)}", style="dim") if costs else text
 
 
 def _budgets(snapshot: Snapshot) -> Text | None:

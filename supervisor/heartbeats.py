@@ -73,7 +73,7 @@ class HeartbeatStore(Protocol):
 class RedisStore:
     """Heartbeats in Redis. Every call ends within about a second, with `StoreUnavailable` if not.
 
-    `url` is redis:// or rediss://, [:PASSWORD@]HOST:PORT; it is never shown. redis-py retries for
+    `url` is redis://[:PASSWORD@]HOST:PORT; it is never shown. redis-py retries for
     a minute by default; here nothing is retried: the next poll is the retry.
     """
 

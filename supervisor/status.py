@@ -40,7 +40,7 @@ def snapshot(
         "steps": steps,
         "workers": _workers(daemon, beats),
         "standby": _standby(daemon),
-        "snapshot_step": getattr(first, "snapshot_step", None),
+        "snapshot_step": first.snapshot_step if first else None,
         "restore_point": _restore_point(job),
         "budgets": _budgets(job),
         "supervisor": {"pid": os.getpid(), "epoch": epoch, "started_at": started_at},
@@ -72,6 +72,8 @@ def _standby(daemon: Daemon) -> dict[str, Any] | None:
         "generation": generation,
         "ready": job.standby_ready,
         "disabled": False,
+        "start_s": job.standby_start_s or None,
+        "memory_mb": job.standby_memory_mb or None,
         "workers": [
             {"rank": rank, "pid": pids.get(rank), "phase": phases.get(rank)}
             for rank in range(daemon.performers.workers)

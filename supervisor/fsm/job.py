@@ -102,6 +102,8 @@ class Job:
     active: int = 0
     standby: int | None = None
     standby_ready: bool = False
+    standby_start_s: float = 0.0  # What the last one cost: seconds to start, MB of memory.
+    standby_memory_mb: float = 0.0
     standby_failures: int = 0
     standby_off: bool = False
     leaving: tuple[int, ...] = ()
@@ -326,6 +328,7 @@ class Job:
 
     def note_standby(self, event: StandbyReady) -> None:
         self.standby_ready, self.standby_failures = True, 0
+        self.standby_start_s, self.standby_memory_mb = event.start_s, event.memory_mb
 
     def lose_standby(self, event: StandbyLost) -> None:
         """Never the job's budget: a standby that fails is tried again later, and then no more."""
