@@ -12,6 +12,7 @@ import hashlib
 import os
 import platform
 import socket
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,8 @@ def join_world(*, coordinator: str, rank: int, world_size: int, join_timeout_s: 
         return
     if rank == 0:
         _refuse_taken_address(coordinator)
+    else:
+        _await_coordinator(coordinator, join_timeout_s)
     jax.distributed.initialize(
         coordinator_address=coordinator,
         num_processes=world_size,
@@ -78,6 +81,21 @@ def join_world(*, coordinator: str, rank: int, world_size: int, join_timeout_s: 
         shutdown_timeout_seconds=SHUTDOWN_TIMEOUT_S,
         coordinator_bind_address=coordinator if rank == 0 else None,
     )
+
+
+def _await_coordinator(address: str, timeout_s: float) -> None:
+    """Until somebody listens there, or the time is up; JAX's own first retry comes a second late.
+
+    The join itself finds out who it is that listens.
+    """
+    host, _, port = address.rpartition(":")
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        try:
+            with socket.create_connection((host.strip("[]"), int(port)), timeout=1.0):
+                return
+        except OSError:
+            time.sleep(0.005)
 
 
 def _refuse_taken_address(address: str) -> None:

@@ -119,14 +119,13 @@ class ModelTrainer:
 
     def build(self) -> None:
         """Load the task and compile: all that can be done without a state."""
-        orbax = threading.Thread(target=checkpoint.import_orbax, name="import", daemon=True)
         self._task: Task = load_task(self._context)
         self._facts = dict(self._task.facts())
         self._environment = describe_environment()
         self._beat.enter("compile")
-        orbax.start()
+        # Beside the compilation; whoever needs it first waits for the rest of the import.
+        threading.Thread(target=checkpoint.import_orbax, name="import", daemon=True).start()
         self._programs = self._load_or_compile()
-        orbax.join()
 
     def _load_or_compile(self) -> step.Programs:
         shapes = step.shapes_of(self._task, self._layout, self._settings.seed)

@@ -1,5 +1,6 @@
 """The JAX process of one rank of one generation: `python -m trainer.process --reports FD`.
 
+With `--spare` it imports all that it will need, and is told later whose rank it is.
 Takes its spec and orders as JSON lines on standard input, writes reports as JSON lines to FD, and
 ends only by a signal, by `os._exit`, or with its parent: never through JAX's barriers at exit.
 """
@@ -376,17 +377,23 @@ def main() -> None:
     _log_plainly()
     arguments = argparse.ArgumentParser(prog="python -m trainer.process", description=__doc__)
     arguments.add_argument("--reports", type=int, required=True, metavar="FD")
-    reports = Reports(arguments.parse_args().reports)
+    arguments.add_argument("--spare", action="store_true", help="import first, then wait")
+    options = arguments.parse_args()
+    reports = Reports(options.reports)
     faulthandler.enable(all_threads=False)  # short: the tail of the log must show the cause
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     for number in (signal.SIGTERM, signal.SIGINT):  # workers are ended by SIGKILL only
         signal.signal(number, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a drill's SIGSEGV leaves no core file
     orders = sys.stdin.buffer
+    if options.spare:
+        reports.send("started", pid=os.getpid())
+        _import_everything()
     line = orders.readline()
     if not line:
         os._exit(0)
-    reports.send("started", pid=os.getpid())
+    if not options.spare:
+        reports.send("started", pid=os.getpid())
     try:
         spec = WorkerSpec.from_json(line.decode())
     except (SpecError, FaultError) as error:
@@ -401,6 +408,8 @@ def main() -> None:
             startup=False,
         )
         os._exit(1)
+    if options.spare:
+        _move_in(spec)
     worker = Worker(spec, reports)
     threading.Thread(target=worker.obey, args=(orders,), name="orders", daemon=True).start()
     worker.run()
@@ -408,6 +417,30 @@ def main() -> None:
 
 def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None  # JSON has no NaN
+
+
+def _import_everything() -> None:
+    """What any rank imports; no device may be touched before the world is joined."""
+    import redis  # noqa: F401
+
+    from trainer import checkpoint
+
+    checkpoint.import_orbax()
+    log.info("spare: everything is imported", seconds=round(time.monotonic() - _STARTED, 3))
+
+
+def _move_in(spec: WorkerSpec) -> None:
+    """From here on a spare writes and stands where a process of that generation would."""
+    os.chdir(spec.config_dir)
+    if spec.log_file is None:
+        return
+    Path(spec.log_file).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    descriptor = os.open(spec.log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(descriptor, stream.fileno())
+    os.close(descriptor)
 
 
 def _resident_bytes() -> int:

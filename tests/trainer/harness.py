@@ -49,15 +49,19 @@ def write_text(folder: Path) -> None:
 class Rank:
     """One training process, its orders and its reports."""
 
-    def __init__(self, spec: dict[str, Any], log: Path, python_path: str = "") -> None:
-        self.spec, self.log = spec, log
+    def __init__(self, spec: dict[str, Any] | None, log: Path, python_path: str = "") -> None:
+        """Without a spec: a spare, which gets one as its first order."""
+        self.log = log
         self.reports: list[Report] = []
         self._arrived: queue.SimpleQueue[Report] = queue.SimpleQueue()
         reading, writing = os.pipe()
         env = worker_environment(1, 0, os.environ)
         with log.open("wb") as opened:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "trainer.process", "--reports", str(writing)],
+                [
+                    *(sys.executable, "-m", "trainer.process", "--reports", str(writing)),
+                    *([] if spec else ["--spare"]),
+                ],
                 stdin=subprocess.PIPE,
                 stdout=opened,
                 stderr=subprocess.STDOUT,
@@ -68,7 +72,8 @@ class Rank:
         os.close(writing)
         self._reader = threading.Thread(target=self._read, args=(reading,), daemon=True)
         self._reader.start()
-        self.order(spec)
+        if spec is not None:
+            self.order(spec)
 
     def order(self, order: dict[str, Any]) -> None:
         """Write one JSON line to the process."""
@@ -152,29 +157,51 @@ class World:
         started = []
         for rank in range(world_size) if only is None else only:
             spec = {
-                "job": "tiny",
-                "run_dir": str(self.job_dir),
-                "generation": generation,
-                "epoch": 1,
-                "role": "active",
-                "rank": rank,
-                "world_size": world_size,
-                "local_rank": rank,
-                "node_rank": 0,
-                "coordinator": f"127.0.0.1:{port}",
-                "config_dir": str(self.config_dir),
+                **self.spec(rank, generation=generation, world_size=world_size, port=port),
                 "trainer": TINY if trainer is None else trainer,
-                "checkpoint": EVERY_FOUR,
                 "restore_point": restore_point,
-                "heartbeat": None,
-                "beat_file": str(self.job_dir / f"beat-{generation}-{rank}"),
-                "drills": True,
                 "faults": (faults or {}).get(rank, []),
                 **more,
             }
             started.append(Rank(spec, self.job_dir / f"log-{generation}-{rank}"))
         self._ranks += started
         return started
+
+    def spec(self, rank: int, *, generation: int, world_size: int, port: int) -> dict[str, Any]:
+        """What a rank of a tiny job is told."""
+        return {
+            "job": "tiny",
+            "run_dir": str(self.job_dir),
+            "generation": generation,
+            "epoch": 1,
+            "role": "active",
+            "rank": rank,
+            "world_size": world_size,
+            "local_rank": rank,
+            "node_rank": 0,
+            "coordinator": f"127.0.0.1:{port}",
+            "config_dir": str(self.config_dir),
+            "trainer": TINY,
+            "checkpoint": EVERY_FOUR,
+            "restore_point": None,
+            "heartbeat": None,
+            "beat_file": str(self.job_dir / f"beat-{generation}-{rank}"),
+            "drills": True,
+            "faults": [],
+        }
+
+    def spares(self, count: int = 2) -> list[Rank]:
+        """Start processes that are told later whose rank they are."""
+        started = [Rank(None, self.job_dir / f"log-spare-{number}") for number in range(count)]
+        self._ranks += started
+        return started
+
+    def launch_in(self, spares: list[Rank], log_files: list[Path]) -> None:
+        """Make spares the ranks of generation 1."""
+        port = free_port()
+        for rank, (spare, log) in enumerate(zip(spares, log_files, strict=True)):
+            spec = self.spec(rank, generation=1, world_size=len(spares), port=port)
+            spare.order({**spec, "log_file": str(log)})
 
     def end(self) -> None:
         """Leave no process behind."""
