@@ -234,7 +234,7 @@ class SnapshotWriter:
             "meta": job.meta,
             "leaves": job.buffer.leaves(),
         }
-        job.buffer.manifest = write_manifest(self._directory / name, body)
+        job.buffer.manifest = _write_manifest(self._directory / name, body)
         age = time.monotonic() - job.started
         self._published += 1
         self._failing = False
@@ -416,10 +416,15 @@ def _make_directory(directory: Path) -> None:
     check_directory(directory)
 
 
-def write_manifest(path: Path, body: Mapping[str, Any]) -> Path:
+def _owner_only(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
+def _write_manifest(path: Path, body: Mapping[str, Any]) -> Path:
     """Two lines, the second the checksum of the first; there in whole or not at all."""
     text = json.dumps(body).encode()
     draft = path.with_name(f"{path.name}.tmp")
-    draft.write_bytes(b"%s\n%08x\n" % (text, zlib.crc32(text)))
+    with open(draft, "wb", opener=_owner_only) as file:
+        file.write(b"%s\n%08x\n" % (text, zlib.crc32(text)))
     draft.rename(path)
     return path

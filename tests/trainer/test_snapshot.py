@@ -82,7 +82,7 @@ def test_a_snapshot_comes_back_as_it_was_taken(directory: Path) -> None:
 def test_only_we_can_read_the_directory_and_its_files(directory: Path) -> None:
     """The state of a model in /dev/shm is for nobody else on the machine."""
     write(directory, 1)
-    modes = {stat.S_IMODE(path.stat().st_mode) & 0o077 for path in directory.glob("*.data")}
+    modes = {stat.S_IMODE(path.stat().st_mode) & 0o077 for path in directory.iterdir()}
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700
     assert modes == {0}
 
