@@ -46,6 +46,9 @@ SETTINGS: dict[str, Any] = {
     "checkpoint.every_steps": EVERY_STEPS,
     "checkpoint.keep": 2,
     "budgets.backoff_base_s": 0.1,
+    # By new workers from the newest checkpoint: every recovery redoes the same steps.
+    "recovery.standby": "none",
+    "recovery.snapshot_every_steps": 0,
     "trainer.task": "paced:Paced",
     "trainer.steps": STEPS,
     "trainer.seed": 7,
