@@ -6,6 +6,7 @@ from typing import Any
 
 from supervisor.fsm import events as e
 from supervisor.monitor import Suspicion
+from trainer.failures import aborted_for_a_peer
 
 Record = dict[str, Any]
 
@@ -16,16 +17,6 @@ _TRAINING = (
     "checkpoint_failed",
     "snapshot_failed",
     "completed",
-)
-
-# What JAX prints before it aborts a process because a peer, or process 0, is gone.
-_PEER_IS_GONE = (
-    "JAX distributed service detected fatal errors",
-    "Terminating process because",
-    "coordination service",
-    "coordination_service",
-    "PollForError",
-    "Shutdown barrier",
 )
 
 
@@ -175,7 +166,7 @@ class Roster:
                 signal=record.get("signal"),
                 phase=str(record.get("phase") or self.phases[rank]),
                 step=_step(record),
-                primary=not (record.get("signal") == "SIGABRT" and _lost_a_peer(tail)),
+                primary=not (record.get("signal") == "SIGABRT" and aborted_for_a_peer(tail)),
                 # Nobody who is killed from outside has a last word on it.
                 detail="" if record.get("signal") == "SIGKILL" else _last_words(tail),
             )
@@ -205,10 +196,6 @@ def silence(verdict: Suspicion, at: float, *, standby: bool) -> e.Event:
 def _step(record: Record) -> int:
     step = record.get("step")
     return -1 if step is None else int(step)
-
-
-def _lost_a_peer(tail: list[str]) -> bool:
-    return any(word in line for line in tail for word in _PEER_IS_GONE)
 
 
 def _last_words(tail: list[str]) -> str:

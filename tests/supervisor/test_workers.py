@@ -67,7 +67,7 @@ def test_a_collective_error_is_secondary_and_any_other_is_primary() -> None:
 
 def test_an_abort_that_jax_explains_by_a_lost_peer_is_secondary() -> None:
     """When rank 0 dies, JAX aborts all others within 0.1 s: they are victims."""
-    tail = ["Terminating process because the JAX distributed service detected fatal errors."]
+    tail = ["Terminating process because the JAX distributed service detected fatal errors"]
     exit = {"status": None, "signal": "SIGABRT", "phase": "step", "step": 7}
     (victim,) = say(ready(roster()), "exit", 1, **exit, log_tail=tail)
     (other,) = say(ready(roster()), "exit", 1, **exit, log_tail=["assertion failed"])
