@@ -184,14 +184,16 @@ class ModelTrainer:
             self._snapshot(report.step_s)
 
     def save(self, *, wait: bool = False) -> int:
-        """Save the state as it is, in the background unless told to wait; the number of steps."""
+        """Save the state as it is, in the background unless told to wait; the number of steps.
+
+        Raises `NotSaved` where it waits and the state is not on the disk after that.
+        """
         done = self._progress.done
         self._beat.enter("checkpoint")
         if self._saver is not None:
             self._saver.save(done, step.to_host(self._state), self._meta())
-            if wait and not self._saver.wait():
-                text = f"it did not end within {checkpoint.SAVE_WAIT_S:.0f} s"
-                self._on_outcome(SaveFailed(step=done, error=text))
+            if wait:
+                self._saver.require(done)
         return done
 
     def finish(self) -> Finish:
@@ -241,7 +243,9 @@ class ModelTrainer:
         self._beat.enter("evaluate")
         losses = []
         for index in range(self._settings.evaluate_batches):
-            batch = step.place_rows(self._layout, self._task.held_out_batch(index))
+            local = self._task.held_out_batch(index)
+            self._beat.tick()  # from here on the others may wait for this rank
+            batch = step.place_rows(self._layout, local)
             losses.append(_number(self._programs.evaluate(self._state, batch)["loss"]))
             self._beat.tick()
         mean = math.fsum(losses) / len(losses)
