@@ -123,6 +123,11 @@ class Supervised:
             found.append(row)
         return found[::-1]
 
+    def rows_until(self, at: float) -> list[Row]:
+        """The metrics of the generation that trained at a time, up to then, without its first."""
+        rows = [row for row in self.metrics.rows if row["at"] < at]
+        return [row for row in rows if row["generation"] == rows[-1]["generation"]][1:]
+
     def stop(self) -> int:
         """End the job at once; the daemon's exit status."""
         self.read()
