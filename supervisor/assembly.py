@@ -9,7 +9,7 @@ import json
 import signal
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -32,14 +32,21 @@ from supervisor.fsm import effects as x
 from supervisor.fsm import events as e
 from supervisor.fsm.job import Job, Limits
 from supervisor.fsm.states import TERMINAL, State
-from supervisor.heartbeats import Deadlines, HeartbeatMonitor, RedisStore, Suspicion, watch
+from supervisor.heartbeats import (
+    Deadlines,
+    HeartbeatMonitor,
+    RedisStore,
+    StoreUnavailable,
+    Suspicion,
+    watch,
+)
 from supervisor.journal import JOURNAL_FILE, Journal
 from supervisor.lock import Lock, acquire
 from supervisor.past import Past, past_of
 from supervisor.performers import Performers, restore_point_of
 from supervisor.status import snapshot
 from supervisor.workers import silence
-from trainer.heartbeat import BeatMessage
+from trainer.heartbeat import BeatMessage, canary_key
 from trainer.snapshot import directory_of as snapshot_directory
 from trainer.snapshot import sweep
 
@@ -383,8 +390,14 @@ class _Assembly:
         else:
             self.redis = _address(url)
         store = RedisStore(job=self.settings.job.name, url=url)
-        stack.push_async_callback(store.close)
+        stack.push_async_callback(self._leave_store, store)
         self.daemon.performers.store = store
+
+    async def _leave_store(self, store: RedisStore) -> None:
+        """Take the canary away: a store that others share keeps nothing of this job."""
+        with suppress(StoreUnavailable):
+            await store.delete([canary_key(self.settings.job.name)])
+        await store.close()
 
     def _show(self, stack: AsyncExitStack) -> None:
         display = Display(self._snapshot, terminal=self.terminal)

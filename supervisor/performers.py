@@ -272,6 +272,8 @@ class Performers:
             case x.ReleaseSlots():
                 await self.call_off(_CALLED_OFF)
                 await self.cluster.release()
+                for generation in tuple(self.rosters):  # one that stood by ended with its slots
+                    self._forget(generation)
             case x.WriteResult():
                 await self.disk.write_result(self.result_of(effect))
             case _:

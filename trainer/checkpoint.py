@@ -39,6 +39,10 @@ class CheckpointRejected(Exception):
         self.path, self.reason = str(path), reason
 
 
+class NotSaved(Exception):
+    """A state that had to be on the disk is not there; the text says which, and why."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Committed:
     """A checkpoint that lies on disk, was read back, and equals what was saved."""
@@ -98,6 +102,7 @@ class Saver:
         self._thread = threading.Thread(target=self._run, name="checkpoints", daemon=True)
         self._thread.start()
         self._last_committed = -1
+        self._last_error = ""
 
     def save(self, step: int, host: Host, meta: Meta) -> None:
         """Begin to save; waits for the save before this one, at most `SAVE_WAIT_S`.
@@ -117,6 +122,13 @@ class Saver:
         """Until no save is running; False when the time is up."""
         return self._idle.wait(timeout_s)
 
+    def require(self, step: int) -> None:
+        """Wait until no save is running. Raises `NotSaved` if this step is not committed then."""
+        if not self.wait():
+            raise NotSaved(f"the save of step {step} did not end within {SAVE_WAIT_S:.0f} s")
+        if step != self._last_committed:
+            raise NotSaved(f"step {step} could not be saved: {self._last_error}")
+
     def _run(self) -> None:
         while True:
             step, host, meta = self._work.get()
@@ -126,6 +138,7 @@ class Saver:
             except Exception as error:  # whatever it was, it is reported and training goes on
                 text = f"{type(error).__name__}: {error}"
                 outcome = SaveFailed(step=step, error=text[:2000])
+                self._last_error = outcome.error
             self._on_outcome(outcome)
             self._idle.set()
 

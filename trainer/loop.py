@@ -126,6 +126,7 @@ class ModelTrainer:
         # Beside the compilation; whoever needs it first waits for the rest of the import.
         threading.Thread(target=checkpoint.import_orbax, name="import", daemon=True).start()
         self._programs = self._load_or_compile()
+        self._blank = step.host_shapes(self._programs)
 
     def _load_or_compile(self) -> step.Programs:
         shapes = step.shapes_of(self._task, self._layout, self._settings.seed)
@@ -143,7 +144,7 @@ class ModelTrainer:
         """
         if self._layout.mesh.devices.flat[0].platform != "cpu":
             return
-        state = step.place_state(self._programs, step.host_shapes(self._programs))
+        state = step.place_state(self._programs, self._blank)
         batch = step.place_rows(self._layout, self._task.batch(0))
         _, metrics = self._programs.train(state, batch)
         _number(metrics["loss"])
@@ -184,14 +185,16 @@ class ModelTrainer:
             self._snapshot(report.step_s)
 
     def save(self, *, wait: bool = False) -> int:
-        """Save the state as it is, in the background unless told to wait; the number of steps."""
+        """Save the state as it is, in the background unless told to wait; the number of steps.
+
+        Raises `NotSaved` where it waits and the state is not on the disk after that.
+        """
         done = self._progress.done
         self._beat.enter("checkpoint")
         if self._saver is not None:
             self._saver.save(done, step.to_host(self._state), self._meta())
-            if wait and not self._saver.wait():
-                text = f"it did not end within {checkpoint.SAVE_WAIT_S:.0f} s"
-                self._on_outcome(SaveFailed(step=done, error=text))
+            if wait:
+                self._saver.require(done)
         return done
 
     def finish(self) -> Finish:
@@ -241,7 +244,9 @@ class ModelTrainer:
         self._beat.enter("evaluate")
         losses = []
         for index in range(self._settings.evaluate_batches):
-            batch = step.place_rows(self._layout, self._task.held_out_batch(index))
+            local = self._task.held_out_batch(index)
+            self._beat.tick()  # from here on the others may wait for this rank
+            batch = step.place_rows(self._layout, local)
             losses.append(_number(self._programs.evaluate(self._state, batch)["loss"]))
             self._beat.tick()
         mean = math.fsum(losses) / len(losses)
@@ -293,13 +298,12 @@ class ModelTrainer:
             self._state = step.initial_state(self._task, self._layout, self._settings.seed)
             jax.block_until_ready(self._state)  # type: ignore[no-untyped-call]
             return ()
-        target = step.host_shapes(self._programs)
         if isinstance(point, RestorePoint) and point.kind == "snapshot":
             run = str(self._job_dir)
-            host, meta = snapshot.load(point.path, point.generation, point.step, target, run)
+            host, meta = snapshot.load(point.path, point.generation, point.step, self._blank, run)
         else:
             path = Path(point.path) if isinstance(point, RestorePoint) else point
-            host, meta = checkpoint.load(path, target)
+            host, meta = checkpoint.load(path, self._blank)
         self._state = step.place_state(self._programs, host)
         self._progress = _Progress(
             done=int(meta["step"]), loss=meta.get("loss"), held_out_loss=meta.get("held_out_loss")

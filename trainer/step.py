@@ -7,6 +7,7 @@ Everything is compiled once, ahead of the first step, and nothing here knows of 
 # (parts of jax carry no types)
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -152,7 +153,7 @@ def place_state(programs: Programs, host: Host) -> State:
             data.shape, programs.layout.whole, lambda index: data[index]
         )
         if jnp.issubdtype(target.dtype, jax.dtypes.prng_key):
-            return jax.random.wrap_key_data(placed, impl=_implementation(target))
+            return jax.random.wrap_key_data(placed, impl=_implementation(target.dtype))
         return placed
 
     return jax.tree.map(place, programs.state, host)
@@ -195,10 +196,12 @@ def _bits(leaf: Any) -> Any:
     return leaf
 
 
-def _implementation(target: Any) -> Any:
-    """Which generator an abstract key belongs to; only a traced key tells."""
+@functools.cache
+def _implementation(dtype: Any) -> Any:
+    """Which generator keys of this dtype belong to; only a traced key tells, and tracing takes."""
     found: list[Any] = []
-    jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), target)
+    key = jax.ShapeDtypeStruct((), dtype)
+    jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), key)
     return found[0]
 
 

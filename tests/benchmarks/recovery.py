@@ -1,0 +1,239 @@
+"""How long a job stands still when one of its processes fails, stage by stage.
+
+Runs the default job under the real daemon and strikes ranks of it, one after another, each time
+when the next rung of the ladder is ready. `total` runs from the strike to the end of the first new
+step, `S` is the median step of the generation that was struck, `excess` is `total - S`. `redone`
+counts finished steps that had to be done again; the step in flight is not among them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import random
+import signal
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+from supervisor.fsm.events import FAILURES
+from tests.benchmarks.report import (
+    circumstances,
+    note,
+    parser_of,
+    print_circumstances,
+    print_table,
+    summary,
+    write_json,
+)
+from tests.benchmarks.supervised import Row, Supervised, folder_of, supervised
+
+SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
+DRILLS = ("raise", "segfault", "exit")
+STAGES = (
+    ("notice", ()),
+    ("evidence", ("evidence_collected",)),
+    ("proof", ("workers_gone", "exit_unproven")),
+    ("backoff", ("deadline_passed",)),
+    ("select", ("restore_point_selected",)),
+    ("start", ("slots_placed", "workers_started")),
+    ("load", ("workers_restored",)),
+)
+"""Each stage ends with the last of these events; the step ends the last one."""
+STEADY_STEPS = 30
+RECOVERY_LIMIT_S = 120.0
+_FAILURES = {kind.name for kind in FAILURES}
+
+
+def measure(
+    folder: Path,
+    *,
+    kills: int,
+    fault: str,
+    ranks: list[int],
+    standby: str,
+    snapshot_every: int | str,
+    settle_s: float,
+    seed: int,
+) -> list[Row]:
+    """Strike `kills` times, the ranks in turn; a row a strike."""
+    chance = random.Random(seed)
+    settings = {
+        "recovery.standby": standby,
+        "recovery.snapshot_every_steps": snapshot_every,
+    }
+    rows = []
+    with supervised(folder, **settings) as run:
+        for number, rank in zip(range(kills), itertools.cycle(ranks), strict=False):
+            run.until_stepping(steps=STEADY_STEPS, standby=standby == "generation")
+            # At no fixed distance from a step, a checkpoint or an evaluation.
+            time.sleep(settle_s + chance.uniform(0.0, 1.0))
+            rows.append(_strike(run, fault, rank))
+            note(
+                f"strike {number + 1} of {kills}, rank {rank}: "
+                + ", ".join(
+                    f"{key} {value:.3f}" if isinstance(value, float) else f"{key} {value}"
+                    for key, value in rows[-1].items()
+                    if key not in ("rank", "fault", "at")
+                )
+            )
+    return rows
+
+
+def _strike(run: Supervised, fault: str, rank: int) -> Row:
+    status = run.until_stepping(steps=STEADY_STEPS, standby=False)
+    generation = status["generation"]
+    run.read()
+    before = len(run.journal.rows)
+    if fault in SIGNALS:
+        pid = next(one["pid"] for one in status["workers"] if one["rank"] == rank)
+        at = time.time()
+        os.kill(pid, SIGNALS[fault])
+    else:
+        at = time.time()
+        run.daemon.order(rank, fault)
+
+    def stepped() -> bool:
+        run.read()
+        return bool(run.metrics.rows) and run.metrics.rows[-1]["generation"] > generation
+
+    run.until("new step", stepped, RECOVERY_LIMIT_S, 0.02)
+    if fault not in SIGNALS:
+        at = run.job.struck_at(generation, rank)
+    time.sleep(0.1)  # the journal's line of the first step comes a little later
+    run.read()
+    records = run.journal.rows[before:]
+    return {"rank": rank, "fault": fault, "at": at, **_split(run, records, generation, at)}
+
+
+def _split(run: Supervised, records: list[Row], generation: int, at: float) -> Row:
+    """Where the time went: seconds by stage, and what was lost."""
+    first = next(row for row in run.metrics.rows if row["generation"] > generation)
+    old = [row for row in run.metrics.rows if row["generation"] == generation]
+    # The first step of a generation is no typical one.
+    typical_s = statistics.median(row["step_s"] for row in old[1:])
+    moves = [record for record in records if record["kind"] == "move"]
+    moves = [move for move in moves if move["event"]["at"] <= first["at"]]
+    split: Row = {}
+    reached = at
+    for stage, names in STAGES:
+        ends = [m["event"]["at"] for m in moves if _ends(m, names)]
+        end = (ends[0] if stage == "notice" else ends[-1]) if ends else reached
+        split[stage] = max(0.0, end - reached)
+        reached = max(reached, end)
+    split["step"] = first["at"] - reached
+    opened = [m for m in moves if m["target"] == "DRAINING" != m["source"]]
+    events = [m["event"] for m in moves]
+    effects = [effect["effect"] for m in moves for effect in m["effects"]]
+    restored = [e for e in events if e["event"] == "restore_point_selected"]
+    return {
+        "event": opened[0]["event"]["event"] if opened else None,
+        "incidents": len(opened),
+        "rung": "standby" if "PromoteStandby" in effects else "slots",
+        "restored": restored[-1]["kind"] if restored else None,
+        "total": first["at"] - at,
+        "S": typical_s,
+        "excess": first["at"] - at - typical_s,
+        "redone": old[-1]["step"] + 1 - first["step"],
+        **split,
+    }
+
+
+def _ends(move: Row, names: tuple[str, ...]) -> bool:
+    event = move["event"]
+    if names:
+        # Of the deadlines only the backoff is time in which nothing happens.
+        return event["event"] in names and event.get("id", "backoff") == "backoff"
+    return event["event"] in _FAILURES
+
+
+def print_rows(title: str, rows: list[Row]) -> None:
+    """A table of the stages, and one of the ranks."""
+    stages = [name for name, _ in STAGES] + ["step", "total", "S", "excess"]
+    used = [name for name in stages if any(row[name] for row in rows)]
+    table = []
+    for name in used:
+        found = summary([row[name] for row in rows])
+        table.append([name, found["median"], found["p95"], found["max"]])
+    print_table(title, ["seconds", "median", "p95", "max"], table)
+    table = []
+    for rank in sorted({row["rank"] for row in rows}):
+        mine = [row for row in rows if row["rank"] == rank]
+        total, excess = (summary([row[name] for row in mine]) for name in ("total", "excess"))
+        redone = [row["redone"] for row in mine]
+        table.append(
+            [
+                f"rank {rank}",
+                len(mine),
+                *(one[name] for one in (total, excess) for name in ("median", "p95")),
+                statistics.median(redone),
+                max(redone),
+            ]
+        )
+    columns = ["strikes", "total median", "p95", "excess median", "p95", "redone median", "max"]
+    print_table("", ["", *columns], table)
+    for name in ("event", "rung", "restored", "incidents"):
+        values = [row[name] for row in rows]
+        counted = ", ".join(f"{value}: {values.count(value)}" for value in dict.fromkeys(values))
+        print(f"{name}: {counted}")
+
+
+def summarize(rows: list[Row]) -> dict[str, Any]:
+    """The summaries of all figures, over all ranks."""
+    numbers = ("total", "S", "excess", "redone", "step", *(name for name, _ in STAGES))
+    return {name: summary([row[name] for row in rows]) for name in numbers}
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = parser_of("recovery", __doc__)
+    parser.add_argument("--kills", type=int, default=20, metavar="N")
+    parser.add_argument("--fault", choices=(*SIGNALS, *DRILLS), default="kill")
+    parser.add_argument("--ranks", default="0,1", help="struck in turn; default 0,1")
+    parser.add_argument("--standby", choices=("generation", "spares", "none"), default="generation")
+    parser.add_argument("--snapshot-every", default="1", metavar="STEPS", help='a number or "auto"')
+    parser.add_argument(
+        "--settle", type=float, metavar="S", help="seconds between ready and strike"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    facts = circumstances()
+    with folder_of("recovery", keep=options.keep) as folder:
+        rows = measure(
+            folder,
+            kills=options.kills,
+            fault=options.fault,
+            ranks=[int(rank) for rank in options.ranks.split(",")],
+            standby=options.standby,
+            snapshot_every=every(options.snapshot_every),
+            settle_s=default_settle_s(options),
+            seed=options.seed,
+        )
+    title = (
+        f"{options.kills} times {options.fault}, standby {options.standby}, "
+        f"snapshots every {options.snapshot_every}"
+    )
+    print_rows(title, rows)
+    print_circumstances(facts)
+    write_json(
+        options.json,
+        {"benchmark": "recovery", **facts, "summary": summarize(rows), "strikes": rows},
+    )
+
+
+def every(text: str) -> int | str:
+    """Of `--snapshot-every`."""
+    return text if text == "auto" else int(text)
+
+
+def default_settle_s(options: argparse.Namespace) -> float:
+    """A standby says when it is ready; spares do not, and need some seconds of both cores."""
+    if options.settle is not None:
+        return float(options.settle)
+    return {"generation": 1.0, "spares": 12.0, "none": 4.0}[options.standby]
+
+
+if __name__ == "__main__":
+    main()
