@@ -48,7 +48,10 @@ def worker_environment(cpus: float, gpus: int, base_env: Mapping[str, str]) -> d
     env["XLA_FLAGS"] = " ".join(flags)
     env["NPROC"] = str(max(1, int(cpus)))
     env["PYTHONUNBUFFERED"] = "1"
-    if not gpus:
+    if gpus:
+        # The generation that stands by lives on the same devices: nobody may take all of them.
+        env.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    else:
         env["JAX_PLATFORMS"] = "cpu"
     return env
 

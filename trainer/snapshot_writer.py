@@ -34,6 +34,8 @@ AUTO_SHARE_MAX = 0.01
 """What "auto" lets snapshots cost, as a share of the step time."""
 AUTO_INTERVAL_MAX = 1000
 
+_AUTO_SHARE_AIM = 0.8 * AUTO_SHARE_MAX
+
 _ALIGNMENT = 64
 _WAIT_S = 5.0  # for the snapshot before, where each is asked for
 _MEASURED = 16  # takes that the typical cost is drawn from
@@ -145,7 +147,7 @@ class SnapshotWriter:
             return False
         if self._every_steps != "auto":
             return step % self._every_steps == 0
-        if self._last_step >= 0 and step - self._last_step < self._pace.interval():
+        if self._last_step >= 0 and step - self._last_step < self._pace.interval:
             return False
         if not self._idle.is_set():
             self._skipped += 1
@@ -258,7 +260,7 @@ class SnapshotWriter:
     def _tell_interval(self) -> None:
         if self._every_steps != "auto" or self._pace.measured < _SETTLED:
             return
-        now = Interval(every_steps=self._pace.interval(), cost_s=self._pace.cost_s())
+        now = Interval(every_steps=self._pace.interval, cost_s=self._pace.cost_s())
         if self._told is None or now.every_steps != self._told.every_steps:
             self._told = now
             self._on_outcome(now)
@@ -284,14 +286,19 @@ class _Job:
 
 
 class _Pace:
-    """How often "auto" may take a snapshot: as often as it stays below its share of the time."""
+    """How often "auto" may take a snapshot: as often as it stays below its share of the time.
+
+    Looked at again after each window of takes; in between, and while the share is between the two
+    bounds, the interval stays: noise is not worth telling.
+    """
 
     def __init__(self, background_counts: bool) -> None:
         self._background_counts = background_counts
         self._steps: deque[float] = deque(maxlen=_STEPS_REMEMBERED)
         self._costs: deque[tuple[float, float, float]] = deque(maxlen=_MEASURED)
         self._only_new = True
-        self._interval = 1
+        self._since = 0
+        self.interval = 1
         self.measured = 0
 
     def step_took(self, seconds: float) -> None:
@@ -305,33 +312,33 @@ class _Pace:
             self._costs.clear()
         self._costs.append((blocking, background, age))
         self.measured += not new
-        self._adjust()
+        self._since += 1
+        if self.measured <= _SETTLED or self._since >= _MEASURED:
+            self._since = 0
+            self._adjust()
 
     def typical(self) -> tuple[float, float, float]:
-        """Medians: blocking, background, age (seconds)."""
+        """Means: blocking, background, age (seconds)."""
         costs = list(self._costs)
         if not costs:
             return 0.0, 0.0, 0.0
-        blocking, background, age = (
-            statistics.median(column) for column in zip(*costs, strict=True)
-        )
+        blocking, background, age = (statistics.fmean(one) for one in zip(*costs, strict=True))
         return blocking, background, age
 
     def cost_s(self) -> float:
         blocking, background, _ = self.typical()
         return blocking + (background if self._background_counts else 0.0)
 
-    def interval(self) -> int:
-        return self._interval
-
     def _adjust(self) -> None:
-        """Follow the measured need; small changes are noise, and would only be told."""
         steps = list(self._steps)
-        allowed = AUTO_SHARE_MAX * statistics.median(steps) if steps else 0.0
-        need = self.cost_s() / allowed if allowed > 0 else float(AUTO_INTERVAL_MAX)
-        wanted = min(AUTO_INTERVAL_MAX, max(1, math.ceil(need)))
-        if need > self._interval or wanted < 0.75 * self._interval or self.measured <= _SETTLED:
-            self._interval = wanted
+        step_s = statistics.median(steps) if steps else 0.0
+        if step_s <= 0.0:
+            self.interval = AUTO_INTERVAL_MAX
+            return
+        share = self.cost_s() / step_s
+        wanted = min(AUTO_INTERVAL_MAX, max(1, math.ceil(share / _AUTO_SHARE_AIM)))
+        if share / self.interval > AUTO_SHARE_MAX or wanted < self.interval:
+            self.interval = wanted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

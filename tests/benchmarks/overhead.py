@@ -38,6 +38,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "every": {"recovery.snapshot_every_steps": 1},
 }
 STEADY: dict[str, Any] = {"checkpoint.every_steps": 1_000_000, "trainer.evaluate_every_steps": 0}
+STEPS_MIN = 5
+"""Fewer in a turn make no median."""
 THAW_S = 0.4
 """After a turn begins, until its steps count: what was stopped catches up."""
 
@@ -116,6 +118,9 @@ def _alternate(run: Supervised, bare: Bare, variant: str, pairs: int, turn_s: fl
                     ran_s += turn_s + THAW_S
                     for kind, seconds in _cpu_s(kinds).items():
                         used[kind] += seconds - before[kind]
+            if min(map(len, periods.values())) < STEPS_MIN:
+                note(f"{variant}: pair {number + 1} left out: the machine is too busy")
+                continue
             found.append(_pair(periods[id(plain)], periods[id(watched)]))
             note(
                 f"{variant}: pair {number + 1} of {pairs}: "

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from supervisor.fsm.events import FAILURES
+from tests.benchmarks.bare import Bare
 from tests.benchmarks.report import (
     circumstances,
     note,
@@ -28,7 +29,8 @@ from tests.benchmarks.report import (
     summary,
     write_json,
 )
-from tests.benchmarks.supervised import Row, Supervised, folder_of, supervised
+from tests.benchmarks.supervised import ENDLESS, Row, Supervised, Tail, folder_of, supervised
+from trainer.config import TrainerSettings
 
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 DRILLS = ("raise", "segfault", "exit")
@@ -57,8 +59,12 @@ def measure(
     snapshot_every: int | str,
     settle_s: float,
     seed: int,
+    verify: bool = False,
 ) -> list[Row]:
-    """Strike `kills` times, the ranks in turn; a row a strike."""
+    """Strike `kills` times, the ranks in turn; a row a strike.
+
+    With `verify` the loss of every step must be that of an undisturbed run, to the last bit.
+    """
     chance = random.Random(seed)
     settings = {
         "recovery.standby": standby,
@@ -79,7 +85,28 @@ def measure(
                     if key not in ("rank", "fault", "at")
                 )
             )
+    if verify:
+        _verify(folder / "undisturbed", run.metrics.rows)
     return rows
+
+
+def _verify(folder: Path, rows: list[Row]) -> None:
+    steps = rows[-1]["step"] + 1
+    note(f"{steps} steps without supervisor, to compare")
+    settings = TrainerSettings(steps=ENDLESS["trainer.steps"]).model_dump(mode="json")
+    bare = Bare(folder, settings=settings, steps=steps)
+    try:
+        bare.wait(3600)
+    finally:
+        bare.end()
+    undisturbed = {row["step"]: row["loss"] for row in Tail(bare.rows).read()}
+    wrong = [row for row in rows if row["loss"] != undisturbed[row["step"]]]
+    assert not wrong, f"{len(wrong)} losses differ, the first: {wrong[0]}"
+    generations = rows[-1]["generation"]
+    print(
+        f"the losses of all {len(rows)} steps of {generations} generations are bit for bit those "
+        f"of an undisturbed run of {steps} steps"
+    )
 
 
 def _strike(run: Supervised, fault: str, rank: int) -> Row:
@@ -198,6 +225,11 @@ def main() -> None:
         "--settle", type=float, metavar="S", help="seconds between ready and strike"
     )
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="compare the loss of every step with an undisturbed run",
+    )
     options = parser.parse_args()
     facts = circumstances()
     with folder_of("recovery", keep=options.keep) as folder:
@@ -210,6 +242,7 @@ def main() -> None:
             snapshot_every=every(options.snapshot_every),
             settle_s=default_settle_s(options),
             seed=options.seed,
+            verify=options.verify,
         )
     title = (
         f"{options.kills} times {options.fault}, standby {options.standby}, "

@@ -29,6 +29,14 @@ def test_the_operators_flags_win_over_ours() -> None:
     assert "JAX_PLATFORMS" not in worker_environment(1, 1, {})
 
 
+def test_on_gpus_no_process_takes_all_the_memory_unless_told_to() -> None:
+    """A standby lives on the same devices as the generation that trains."""
+    name = "XLA_PYTHON_CLIENT_PREALLOCATE"
+    assert worker_environment(1, 1, {})[name] == "false"
+    assert worker_environment(1, 1, {name: "true"})[name] == "true"
+    assert name not in worker_environment(1, 0, {})
+
+
 def test_only_what_differs_is_told() -> None:
     """A resumed run on another machine may not be exact, and that must be said."""
     then = {"jax": "1", "threads": "1", "gone": 5}
@@ -49,7 +57,14 @@ def test_the_environment_names_versions_threads_and_processor() -> None:
 
 @pytest.mark.parametrize(
     "module",
-    ["trainer.environment", "trainer.heartbeat", "trainer.spec", "trainer.failures"],
+    [
+        "trainer.environment",
+        "trainer.heartbeat",
+        "trainer.spec",
+        "trainer.failures",
+        "trainer.snapshot",
+        "trainer.worker",
+    ],
 )
 def test_what_slots_and_supervisor_import_brings_no_jax(module: str) -> None:
     """The daemon stays below 200 MB, and a slot starts in a moment."""

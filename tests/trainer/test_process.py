@@ -208,17 +208,21 @@ def test_a_kill_while_saving_leaves_nothing_that_looks_finished(world: World) ->
     assert not (folder / FINISHED_MARK).exists()
 
 
-def test_a_save_that_fails_is_told_and_training_goes_on(
+def test_a_save_that_fails_is_told_and_training_goes_on_but_is_not_complete(
     world: World, undisturbed: Undisturbed
 ) -> None:
-    """A full or read-only disk must not end the job, nor pass unnoticed (orbax#605)."""
+    """A full disk must not end a job at once, nor pass unnoticed at its end (orbax#605)."""
     world.job_dir.joinpath("checkpoints").write_text("a file where a folder should be")
     ranks = world.launch()
-    same_end(world, completed(ranks), undisturbed)
+    raised = ranks[0].until("raised")
+    assert raised["error"]["type"] == "NotSaved"
+    assert not raised["error"]["user"]
+    assert not raised["collective"]
+    assert world.losses() == undisturbed.losses
     failed = ranks[0].of("checkpoint_failed")
     assert [report["step"] for report in failed] == [4, 8, 12, 12]  # the last one, once more
     assert all("Error" in report["error"] for report in failed)
-    assert "checkpoint_committed" not in ranks[0].kinds()
+    assert not {"checkpoint_committed", "completed"} & set(ranks[0].kinds())
 
 
 def test_a_missing_module_of_the_users_task_is_the_users_error(world: World) -> None:

@@ -352,8 +352,9 @@ def test_auto_takes_as_many_snapshots_as_cost_one_percent(directory: Path) -> No
     intervals = [one for one in outcomes if isinstance(one, Interval)]
     assert intervals
     assert taken[0] == 1
-    assert intervals[-1].every_steps == taken[-1] - taken[-2]
-    assert intervals[-1].cost_s <= 0.01 * step_s * intervals[-1].every_steps
+    assert taken[-1] - taken[-2] in {one.every_steps for one in intervals}
+    for one in intervals:
+        assert one.cost_s <= 0.01 * step_s * one.every_steps
     assert cost.published == len(taken)
     assert cost.bytes >= STATE_BYTES - 64
 
