@@ -341,9 +341,8 @@ class Daemon:
         return ask(self.job.run_dir, {"command": "status"})
 
     def worker(self, rank: int) -> Identity:
-        """The process of a rank of the newest generation that has started."""
-        started = self.job.events("workers_started")[-1]
-        return _identity(dict(map(tuple, started["pids"]))[rank])
+        """The process of a rank of the generation that trains."""
+        return _identity(int(self.status()["workers"][rank]["pid"]))
 
     def slot(self, rank: int) -> Identity:
         """The process of the slot actor of a rank."""
@@ -386,9 +385,10 @@ class Daemon:
 
 
 def must_not_overlap(records: list[dict[str, Any]]) -> None:
-    """No generation starts in the journal before the one before it is proven gone.
+    """No generation is told to train before the one before it is proven gone.
 
-    Across the death of a daemon there is no such line: its successor's sweep proves it.
+    One that stands by may live beside it: it holds no state that counts. Across the death of a
+    daemon there is no such line: its successor's sweep proves it.
     """
     alive: int | None = None
     for record in records:
@@ -397,14 +397,12 @@ def must_not_overlap(records: list[dict[str, Any]]) -> None:
         if record["kind"] != "move":
             continue
         event = record["event"]
-        orders = [one["effect"] for one in record["effects"]]
-        if {"StartWorkers", "RestoreWorkers"} & set(orders):
-            assert alive is None, f"line {record['seq']}: generation {alive} is not proven gone"
-        if event["event"] == "workers_started":
-            assert alive is None, f"line {record['seq']}: generation {alive} is not proven gone"
-            alive = event["generation"]
-        elif event["event"] == "workers_gone" and event["generation"] == alive:
+        if event["event"] == "workers_gone" and event["generation"] == alive:
             alive = None
+        for order in record["effects"]:
+            if order["effect"] in ("StartWorkers", "RestoreWorkers", "PromoteStandby"):
+                assert alive is None, f"line {record['seq']}: generation {alive} is not proven gone"
+                alive = order["generation"]
 
 
 def run(job: Job, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import time
@@ -151,15 +152,11 @@ def test_a_full_disk_costs_a_save_and_no_step(job: MakeJob, undisturbed: Numbers
         daemon = tiny.start()
         daemon.until_committed()
         filler = place / "filler"
-        with filler.open("wb") as file:
-            try:
-                while True:
-                    file.write(b"\0" * 4096)
-                    file.flush()
-            except OSError:
+        with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+            while file.write(b"\0" * 4096):
                 pass
         failed = daemon.until("checkpoint_failed")
-        assert "No space left" in failed["error"] or "ENOSPC" in failed["error"] or failed["error"]
+        assert failed["error"]
         daemon.until_step(failed["step"] + 5)
         filler.unlink()
         assert daemon.exit_status() == 0
