@@ -104,6 +104,7 @@ class _Assembly:
         self.beats: dict[tuple[int, int], BeatMessage] = {}
         self.embedded_redis: EmbeddedRedis | None = None
         self.clock = Clock(wall=self.started_at, not_before=_last_at(journal))
+        self.clock()  # it runs from its first reading on: now, not when Redis has started
         self.clock()  # it runs from here, not from the first event: that would be late
         self.snapshots = snapshot_directory(run_dir)
         self.drills = Drills(settings.drills_allowed, settings.cluster.workers)
