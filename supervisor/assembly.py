@@ -18,6 +18,7 @@ from urllib.parse import unquote, urlsplit
 import structlog
 
 from supervisor import history
+from supervisor.adoption import Inheritance, go_on, inherit
 from supervisor.cluster import RayCluster
 from supervisor.config import Settings, job_directory
 from supervisor.control import Answer, Control, Request
@@ -70,13 +71,16 @@ async def run_daemon(
         if journal.truncated:
             log.warning("journal_truncated", bytes=journal.truncated, why="a torn last line")
         past = past_of(journal.records)
-        if past.state == State.COMPLETED.name:
+        inherited = inherit(journal.records)
+        if past.state == State.COMPLETED.name and inherited is None:
             message = f"{settings.job.name} is complete; nothing is left to do ({run_dir})"
             log.info("already_completed", message=message)
             if terminal:
                 print(message)
             return 0
-        assembly = _Assembly(settings, config_path, run_dir, lock, journal, past, terminal)
+        assembly = _Assembly(
+            settings, config_path, run_dir, lock, journal, past, inherited, terminal
+        )
         return await assembly.run()
 
 
@@ -89,9 +93,11 @@ class _Assembly:
         lock: Lock,
         journal: Journal,
         past: Past,
+        inherited: Inheritance | None,
         terminal: bool,
     ) -> None:
         self.settings, self.run_dir, self.lock, self.past = settings, run_dir, lock, past
+        self.inherited = inherited
         self.config_dir = config_path.resolve().parent
         self.terminal = terminal
         self.started_at = time.time()
@@ -118,7 +124,7 @@ class _Assembly:
             on_cluster_lost=self._on_cluster_lost,
         )
         self.daemon = Daemon(
-            job=self._job(),
+            job=inherited.job if inherited else self._job(),
             journal=journal,
             clock=self.clock,
             header=header_of(
@@ -336,7 +342,8 @@ class _Assembly:
 
     async def run(self) -> int:
         self._catch_signals()
-        (self.run_dir / RESULT_FILE).unlink(missing_ok=True)
+        if self.inherited is None:
+            (self.run_dir / RESULT_FILE).unlink(missing_ok=True)
         self._say_what_begins()
         try:
             async with AsyncExitStack() as stack:
@@ -346,6 +353,8 @@ class _Assembly:
                 await control.start()
                 stack.push_async_callback(control.close)
                 self._show(stack)
+                if self.inherited is not None:
+                    return await self._go_on(self.inherited, stack)
                 if self.past.state not in SAFE_STATES:
                     await self._sweep_leftovers()
                 await self._sweep_saves()
@@ -400,6 +409,13 @@ class _Assembly:
             await task
 
         stack.push_async_callback(end)
+
+    async def _go_on(self, inherited: Inheritance, stack: AsyncExitStack) -> int:
+        if inherited.settings_digest != _digest(self.settings):
+            log.warning("settings_changed", consequence="they count from the next start of workers")
+        await self.daemon.performers.connect()
+        self._watch(stack)
+        return await go_on(self.daemon, inherited, epoch=self.lock.epoch)
 
     def _watch(self, stack: AsyncExitStack) -> None:
         store = self.daemon.performers.store

@@ -135,6 +135,12 @@ class Cluster(Protocol):
     async def place(self, placement: int, timeout_s: float) -> tuple[Slot, ...]:
         """Slots for all ranks, in rank order: by node, then by device."""
 
+    async def adopt(self, placement: int) -> dict[int, dict[int, int]] | None:
+        """Take over the slots that an earlier daemon placed; their children by generation, rank.
+
+        None where a slot is missing.
+        """
+
     async def start(self, generation: int, specs: Sequence[dict[str, Any]]) -> dict[int, int]:
         """Start a generation, spec by spec in rank order; the pid of each rank."""
 
@@ -274,6 +280,37 @@ class RayCluster:
             raise
         self._watches = [self._spawn(self._watch(slot.rank)) for slot in self._slots]
         return self._slots
+
+    async def adopt(self, placement: int) -> dict[int, dict[int, int]] | None:
+        """By exact name. Raises ClusterError where Ray does not answer."""
+        name = f"{self._prefix}group:{placement}"
+        group = await self._in_thread(_TABLE_LIMIT_S, ray_calls.find_group, name)
+        if group is None:
+            return None
+        at = await self._in_thread(_TABLE_LIMIT_S, ray_calls.group_nodes, group)
+        prefix = f"{self._prefix}slot:{placement}:"
+        found = await self._in_thread(_TABLE_LIMIT_S, ray_calls.find_slots, prefix)
+        names = [f"{prefix}{index}" for index in range(self._settings.workers)]
+        if at is None or not all(name in found for name in names):
+            return None
+        actors = [found[name] for name in names]
+        questions = (
+            self._ask(name, actor, "describe", limit_s=_ORDER_LIMIT_S)
+            for name, actor in zip(names, actors, strict=True)
+        )
+        told = await asyncio.gather(*questions, return_exceptions=True)
+        answers = [one for one in told if not isinstance(one, BaseException)]
+        if len(answers) < len(actors):
+            return None
+        self._settle(actors, answers, at)
+        children: dict[int, dict[int, int]] = {}
+        for child in (child for answer in answers for child in answer["children"]):
+            generation, rank, pid = child["generation"], child["rank"], child["pid"]
+            identity = Identity(pid=pid, started_at=child["started_at"])
+            self._started.setdefault(generation, {})[rank] = identity
+            children.setdefault(generation, {})[rank] = pid
+        self._watches = [self._spawn(self._watch(slot.rank)) for slot in self._slots]
+        return children
 
     async def start(self, generation: int, specs: Sequence[dict[str, Any]]) -> dict[int, int]:
         """Start all ranks at once. Sets `coordinator`, `rank`, `local_rank` and `node_rank`.
@@ -464,7 +501,10 @@ class RayCluster:
             self._ask(f"slot {index}", actor, "describe", limit_s=None)
             for index, actor in enumerate(actors)
         )
-        told = await asyncio.gather(*questions)
+        self._settle(actors, await asyncio.gather(*questions), at)
+
+    def _settle(self, actors: Sequence[Any], told: Sequence[dict[str, Any]], at: list[str]) -> None:
+        """Give the slots their ranks; the order depends on nodes and devices alone."""
         order = ray_calls.rank_order(at, [one["gpus"] for one in told])
         node_ranks = {node: rank for rank, node in enumerate(dict.fromkeys(at[i] for i in order))}
         places = [at[index] for index in order]

@@ -14,7 +14,7 @@ import asyncio
 import signal
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -73,7 +73,7 @@ class Daemon:
         self.timers = Timers(self._ring)
         self.performers = performers_of(self)
         self.last_move: Move | None = None
-        self.moves_of_run: list[dict[str, Any]] = []
+        self.moves_of_run = [one for one in journal.records if one["kind"] == "move"]
         self.journal_lost_since: float | None = None
         self._inbox: deque[e.Event] = deque()
         self._awake = asyncio.Event()
@@ -123,8 +123,22 @@ class Daemon:
 
         `after` says how the previous run ended. Raises DeveloperError with the story of a bug.
         """
+        self.moves_of_run = []
         await self._commit([self.header, self._job_record()])
         self.post(e.JobStarted(at=self.clock(), after=after))
+        return await self._loop()
+
+    async def go_on(self, restarted: e.SupervisorRestarted, pending: Sequence[x.Effect]) -> int:
+        """Go on where a daemon vanished, in its segment; see `run`.
+
+        `pending` is what it had ordered and not seen done.
+        """
+        await self._take(restarted)
+        for effect in pending:
+            self.performers.launch(effect)
+        return await self._loop()
+
+    async def _loop(self) -> int:
         while self._bug is None:
             if self._inbox:
                 await self._take(_merged(self._inbox))

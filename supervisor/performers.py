@@ -14,6 +14,8 @@ from supervisor.cluster import Cluster, ClusterError, Exit, PlacementTimedOut, S
 from supervisor.errors import EverstepError
 from supervisor.fsm import effects as x
 from supervisor.fsm import events as e
+from supervisor.fsm.job import Job
+from supervisor.fsm.states import State
 from supervisor.heartbeats import (
     HeartbeatMonitor,
     HeartbeatStore,
@@ -31,6 +33,7 @@ CAPACITY_POLL_S = 1.0
 EVIDENCE_LIMIT_S = 4.0
 # What nothing waits for: its success is an action record, its failure an event.
 HOUSEKEEPING = (x.PruneCheckpoints, x.RecordIncident, x.NotifyOperator, x.SetDeadline)
+_WATCHED = (State.INITIALIZING, State.RUNNING, State.RESTORING)
 # What an order to end a generation calls off.
 _CALLED_OFF = (
     x.PlaceSlots,
@@ -39,6 +42,10 @@ _CALLED_OFF = (
     x.SaveWorkers,
     x.SelectRestorePoint,
 )
+
+
+def _some(generation: int | None) -> tuple[int, ...]:
+    return () if generation is None else (generation,)
 
 
 def restore_point_of(effect: x.StartWorkers) -> dict[str, Any] | None:
@@ -129,13 +136,40 @@ class Performers:
 
     async def reach_cluster(self) -> None:
         """Connect, once, and end what an earlier daemon left there. Raises ClusterError."""
-        if self._reached:
-            return
+        if not self._reached:
+            await self.connect()
+            await self.sweep()
+
+    async def connect(self) -> None:
+        """Connect, and leave what is there alone. Raises ClusterError."""
         await self.cluster.connect()
         self.on_connected()
+        self._reached = True
+
+    async def sweep(self) -> None:
+        """End what an earlier daemon left, proven. Raises ClusterError."""
         for leftover in await self.cluster.sweep():
             log.warning("leftover_swept", what=leftover)
-        self._reached = True
+
+    def inherit(self, job: Job) -> None:
+        """Listen to the generations that an earlier daemon started, before they are adopted."""
+        for generation in (job.active, *_some(job.standby), *job.leaving):
+            roster = Roster(
+                generation=generation,
+                world_size=self.workers,
+                restoring=job.state is not State.INITIALIZING,
+                standby=generation == job.standby,
+            )
+            roster.ending = generation in job.leaving
+            self.rosters[generation] = roster
+
+    def watch_over(self, job: Job, children: Mapping[int, Mapping[int, int]]) -> None:
+        """Arm the monitor for the adopted: (generation → rank → pid); leases start afresh."""
+        now = asyncio.get_running_loop().time()
+        self.pids = {generation: dict(pids) for generation, pids in children.items()}
+        for generation in (job.active, *_some(job.standby)):
+            if generation in children and job.state in _WATCHED:
+                self.monitor.arm(generation, range(self.workers), now)
 
     def forget_cluster(self) -> None:
         """The cluster is lost: the next placement connects anew."""

@@ -143,6 +143,17 @@ def group_nodes(group: Any) -> list[str] | None:
     return [by_index[index] for index in sorted(by_index)]
 
 
+def find_group(name: str) -> Any | None:
+    """The placement group of this name, if it is there."""
+    _connected()
+    from ray.util import get_placement_group
+
+    try:
+        return get_placement_group(name)
+    except ValueError:
+        return None
+
+
 def remove_groups(name_prefix: str, timeout_s: float) -> list[str]:
     """Remove the groups whose names start so; their names. Raises TimeoutError naming the rest."""
     from ray.util import get_placement_group, remove_placement_group

@@ -53,6 +53,18 @@ def replay(records: Iterable[Record]) -> Report:
     )
 
 
+def rebuild(records: Iterable[Record]) -> Job | None:
+    """The job that one segment leaves; None where another table wrote it, or they disagree."""
+    replayer = _Replayer()
+    try:
+        for record in records:
+            replayer.take(record)
+        replayer.end()
+    except _Diverged:
+        return None
+    return None if replayer.notes or replayer.machine is None else replayer.machine.job
+
+
 class _Replayer:
     def __init__(self) -> None:
         self.machine: JobMachine | None = None

@@ -285,8 +285,8 @@ class ResilientWorker:
     ) -> Child:
         with self._changed:
             self._refuse_stale(epoch)  # it may have waited for its turn
-            if launch.generation in self._children:
-                raise Refused(f"generation {launch.generation} was started here before")
+            if (before := self._children.get(launch.generation)) is not None:
+                return before  # a daemon that vanished gave the order already
         spare, self._spare = self._spare, None
         if spare is not None and not spare.is_alive():
             spare.end()

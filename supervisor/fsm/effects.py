@@ -3,6 +3,8 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from .events import tuples
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effect:
@@ -11,6 +13,13 @@ class Effect:
     def to_dict(self) -> dict[str, Any]:
         """The effect as JSON-ready data, its name under `effect`."""
         return {"effect": type(self).__name__, **asdict(self)}
+
+    @staticmethod
+    def from_dict(record: dict[str, Any]) -> "Effect":
+        """The effect of a record. Raises KeyError or TypeError for one of another version."""
+        given = dict(record)
+        kind = _by_name(Effect)[given.pop("effect")]
+        return kind(**{key: tuples(value) for key, value in given.items()})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,3 +160,11 @@ class WriteResult(Effect):
     state: str
     exit_status: int
     reason: str
+
+
+def _by_name(kind: type[Effect]) -> dict[str, type[Effect]]:
+    # By the last one of a name: slots=True builds every class twice.
+    found: dict[str, type[Effect]] = {}
+    for below in kind.__subclasses__():
+        found |= {below.__name__: below, **_by_name(below)}
+    return found

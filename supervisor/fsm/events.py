@@ -63,6 +63,18 @@ class JobStarted(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SupervisorRestarted(Event):
+    """Another daemon goes on where the last one vanished.
+
+    `adopted` are the living workers, (generation, rank, pid); `slots` whether all slots are there.
+    """
+
+    epoch: int
+    adopted: tuple[tuple[int, int, int], ...]
+    slots: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StopRequested(Event):
     """An operator or a signal asked for the end; `now` asks for it without a last checkpoint."""
 

@@ -379,8 +379,8 @@ class Job:
         self.committed_step = event.step
         if event.step > self.progress_mark:
             self.streak = self.no_progress = 0
-        keep = self.limits.checkpoints_kept
-        self.verified = (*self.verified, (event.generation, event.step))[-keep:]
+        keep, saved = self.limits.checkpoints_kept, (event.generation, event.step)
+        self.verified = (*(each for each in self.verified if each != saved), saved)[-keep:]
         self.effects.append(PruneCheckpoints(keep=keep, verified=self.verified))
 
     def report_failed_checkpoint(self, event: CheckpointFailed) -> None:

@@ -536,6 +536,12 @@ RESTORING = [
 
 HOUSEKEEPING = [
     on(
+        e.SupervisorRestarted,
+        LIVE,
+        None,
+        "the workers never stopped; what was ordered and not done is ordered again",
+    ),
+    on(
         e.HeartbeatStoreLost,
         LIVE,
         None,

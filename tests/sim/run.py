@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from supervisor.adoption import go_on, inherit
 from supervisor.daemon import Clock, Daemon, header_of
 from supervisor.fsm import effects as x
 from supervisor.fsm import events as e
 from supervisor.fsm.job import Job, Limits
+from supervisor.fsm.states import TERMINAL
 from supervisor.heartbeats import Deadlines, HeartbeatMonitor, Suspicion, watch
 from supervisor.journal import Journal, Record, read_journal
 from supervisor.past import past_of
@@ -21,6 +24,7 @@ from supervisor.workers import silence
 from tests.sim.world import Script, SimCluster, SimDisk, SimStore
 from tests.supervisor.virtual import AUTO, VirtualLoop
 
+SAFE_STATES = {state.name for state in TERMINAL}
 JOB = "sim"
 EVERY_S = 0.25
 LEASE_S = 3.0
@@ -65,6 +69,21 @@ class Sim:
 Meddling = Callable[[Daemon, SimCluster], Any]
 
 
+class Killed(BaseException):
+    """SIGKILL of the daemon, right after a line of its journal."""
+
+
+class MortalJournal(Journal):
+    """A journal whose daemon dies as soon as line `last` is on the disk."""
+
+    last = 10**9
+
+    def append(self, records: Iterable[Record], *, durable: bool = True) -> None:
+        super().append(records, durable=durable)
+        if self._seq >= self.last:
+            raise Killed
+
+
 def simulate(
     path: Path,
     script: Script,
@@ -73,35 +92,63 @@ def simulate(
     meddle: dict[float, Meddling] | None = None,
     epoch: int = 1,
     disk: SimDisk | None = None,
-) -> Sim:
-    """Run to the end. `meddle` maps virtual seconds to what is done then to (daemon, cluster)."""
+    die_after: int | None = None,
+    dead_s: float = 2.0,
+) -> Any:
+    """Run to the end; a Sim. `meddle` maps virtual seconds to what is done to (daemon, cluster).
+
+    With `die_after` the daemon is killed after that line and another starts `dead_s` later; None
+    if there was nothing left to do for it.
+    """
     loop = VirtualLoop()
+
+    async def lives() -> Sim | None:
+        kept = disk or SimDisk(script)
+        kept.script = script
+        cluster = SimCluster(script, kept)
+        life = functools.partial(_life, path, script, limits or Limits(), cluster, kept)
+        try:
+            if die_after is None:
+                return await life(meddle or {}, epoch)
+            try:
+                return await life(meddle or {}, epoch, die_after)
+            except Killed:
+                await asyncio.sleep(dead_s)
+                now = loop.time()
+                # Who finds no daemon asks again.
+                later = {max(at - now, 0.1): what for at, what in (meddle or {}).items()}
+                records = Journal(path, epoch=0).records
+                if inherit(records) is None and past_of(records).state in SAFE_STATES:
+                    return None
+                return await life(later, epoch + 1)
+        finally:
+            await cluster.end_all()
+
     try:
-        return loop.run_until_complete(
-            asyncio.wait_for(_run(path, script, limits, meddle or {}, epoch, disk), LIMIT_S)
-        )
+        return loop.run_until_complete(asyncio.wait_for(lives(), LIMIT_S))
     finally:
         loop.close()
 
 
-async def _run(
+async def _life(
     path: Path,
     script: Script,
-    limits: Limits | None,
+    limits: Limits,
+    cluster: SimCluster,
+    disk: SimDisk,
     meddle: dict[float, Meddling],
     epoch: int,
-    disk: SimDisk | None,
+    die_after: int = 10**9,
 ) -> Sim:
-    disk = disk or SimDisk(script)
-    disk.script = script
-    cluster = SimCluster(script, disk)
+    """One daemon, from its start to its end or its death."""
     store = SimStore(JOB, cluster)
     monitor = HeartbeatMonitor(
         Deadlines(SimpleNamespace(**AUTO), every_s=EVERY_S), lease_s=LEASE_S, every_s=EVERY_S
     )
-    journal = Journal(path, epoch=epoch)
+    journal = MortalJournal(path, epoch=epoch)
+    journal.last = die_after
     past = past_of(journal.records)
-    limits = limits or Limits()
+    inherited = inherit(journal.records)
     clock = Clock(wall=1_000_000.0 * epoch)
     blind_at = 0.0
 
@@ -127,7 +174,9 @@ async def _run(
         )
 
     daemon = Daemon(
-        job=Job(
+        job=inherited.job
+        if inherited
+        else Job(
             limits=limits,
             generation=past.generation,
             placement=past.placement,
@@ -179,14 +228,22 @@ async def _run(
         )
     )
     loop = asyncio.get_running_loop()
-    for seconds, what in meddle.items():
-        loop.call_later(seconds, what, daemon, cluster)
+    meddlings = [
+        loop.call_later(seconds, what, daemon, cluster) for seconds, what in meddle.items()
+    ]
     try:
-        status = await daemon.run(after=past.state)
+        if inherited:
+            status = await go_on(daemon, inherited, epoch=epoch)
+        else:
+            status = await daemon.run(after=past.state)
     finally:
+        cluster.on_record = cluster.on_slot_lost = lambda *_: None
+        for meddling in meddlings:
+            meddling.cancel()
         watcher.cancel()
         await asyncio.gather(watcher, return_exceptions=True)
-        await cluster.end_all()
+        daemon.timers.clear()
+        await daemon.performers.call_off()
         journal.close()
     return Sim(
         status=status,

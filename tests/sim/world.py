@@ -116,6 +116,7 @@ class SimCluster:
         self.calls: list[str] = []
         self.ever_two_alive = False
         self.held: list[Snapshot] = []
+        self.history: list[Record] = []
         self._counting: set[int] = set()
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._orders: dict[int, asyncio.Queue[tuple[int, Record]]] = {}
@@ -123,9 +124,9 @@ class SimCluster:
     def say(self, worker: Worker, report: str, **facts: Any) -> None:
         """A report of a worker, as its slot passes it on."""
         if worker.exit is None or report == "exit":
-            self.on_record(
-                {"report": report, "generation": worker.generation, "rank": worker.rank, **facts}
-            )
+            who = {"generation": worker.generation, "rank": worker.rank}
+            self.history.append({"report": report, **who, **facts})
+            self.on_record(self.history[-1])
 
     def end(self, worker: Worker, status: int | None, signal: str | None, log: str = "") -> None:
         """A process ends, for whatever reason."""
@@ -166,6 +167,14 @@ class SimCluster:
             for rank in range(self.script.workers)
         )
 
+    async def adopt(self, placement: int) -> dict[int, dict[int, int]] | None:
+        for record in list(self.history):
+            asyncio.get_running_loop().call_soon(self.on_record, record)
+        children: dict[int, dict[int, int]] = {}
+        for (generation, rank), _ in self.workers.items():
+            children.setdefault(generation, {})[rank] = generation * 100 + rank
+        return children
+
     async def start(self, generation: int, specs: Sequence[dict[str, Any]]) -> dict[int, int]:
         self.calls.append(f"start {generation}")
         standby = specs[0]["role"] == "standby"
@@ -174,6 +183,8 @@ class SimCluster:
         if self.script.start_fails:
             raise StartFailed(self.script.start_fails.pop(0), "the slot did not answer")
         ranks = range(self.script.workers)
+        if (generation, 0) in self.workers:  # ordered by a daemon that vanished
+            return {rank: generation * 100 + rank for rank in ranks}
         for rank in ranks:
             self.workers[(generation, rank)] = Worker(generation, rank)
         point = specs[0]["restore_point"]

@@ -1,0 +1,75 @@
+"""Going on where a daemon vanished: the job from its journal, the workers from their slots.
+
+Training has not stopped meanwhile, and nobody pays for the restart.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from supervisor.daemon import Daemon
+from supervisor.fsm import effects as x
+from supervisor.fsm import events as e
+from supervisor.fsm.job import Job
+from supervisor.fsm.states import TERMINAL
+from supervisor.journal import Record
+from supervisor.replay import rebuild
+from supervisor.unfinished import unfinished
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inheritance:
+    """What a daemon that vanished left: the job as it was, and what it had ordered."""
+
+    job: Job
+    pending: list[x.Effect]
+    settings_digest: str
+
+
+def inherit(records: Sequence[Record]) -> Inheritance | None:
+    """Read the last segment of a journal.
+
+    None where nothing is left to go on with, or another version of the table wrote it: then the
+    next run drains what it finds and restores in a segment of its own.
+    """
+    job = rebuild(records)
+    if job is None or job.active == 0:  # it had not even begun
+        return None
+    try:
+        pending = unfinished(records, job)
+    except (KeyError, TypeError):
+        return None
+    if job.state in TERMINAL and not pending:
+        return None
+    return Inheritance(job=job, pending=pending, settings_digest=str(records[0].get("settings")))
+
+
+async def go_on(daemon: Daemon, inherited: Inheritance, *, epoch: int) -> int:
+    """Adopt what lives and run the job to its end; the exit status.
+
+    The cluster must be connected. Raises ClusterError where leftovers cannot be proven gone.
+    """
+    job, performers = inherited.job, daemon.performers
+    performers.inherit(job)
+    children = None
+    has_slots = job.slots_placed and job.state not in TERMINAL
+    if has_slots:
+        children = await performers.cluster.adopt(job.placement)
+    if children is None:
+        await performers.sweep()
+    else:
+        performers.watch_over(job, children)
+    adopted = tuple(
+        (generation, rank, pid)
+        for generation, ranks in sorted((children or {}).items())
+        if generation in (job.active, job.standby)
+        for rank, pid in sorted(ranks.items())
+    )
+    if has_slots and children is None:
+        every_rank = tuple(range(performers.workers))
+        why = "gone when the daemon came back"
+        lost = e.SlotLost(at=daemon.clock(), generation=job.active, ranks=every_rank, why=why)
+        daemon.post(lost)
+    restarted = e.SupervisorRestarted(
+        at=daemon.clock(), epoch=epoch, adopted=adopted, slots=children is not None
+    )
+    return await daemon.go_on(restarted, inherited.pending)

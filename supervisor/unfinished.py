@@ -1,0 +1,74 @@
+"""What a daemon that vanished had ordered and not seen done, read off its journal.
+
+Every effect can be ordered again: performers and slots take the second order for the first.
+"""
+
+from collections.abc import Iterable, Mapping
+
+from supervisor.fsm import effects as x
+from supervisor.fsm.job import Job
+from supervisor.journal import Record
+
+# The events that end an effect. Of those that carry a generation, it must be the effect's.
+_ENDED_BY: Mapping[type[x.Effect], tuple[str, ...]] = {
+    x.SelectRestorePoint: (
+        "restore_point_selected",
+        "restore_points_exhausted",
+        "restore_points_unreadable",
+    ),
+    x.QuarantineRestorePoint: ("restore_point_quarantined",),
+    x.PlaceSlots: ("slots_placed", "placement_timed_out", "placement_failed"),
+    x.StartWorkers: ("workers_started", "initialization_failed"),
+    x.RestoreWorkers: ("workers_started", "initialization_failed"),
+    x.PromoteStandby: ("workers_restored", "initialization_failed"),
+    x.PrepareStandby: ("standby_ready", "standby_lost"),
+    x.SaveWorkers: ("workers_saved", "last_save_failed"),
+    x.CollectEvidence: ("evidence_collected",),
+    x.KillWorkers: ("workers_gone", "exit_unproven"),
+    x.SetDeadline: ("deadline_passed",),
+}
+# These are worth nothing to anybody after a restart.
+_DROPPED = (x.NotifyOperator, x.PreloadStandby)
+
+
+def unfinished(records: Iterable[Record], job: Job) -> list[x.Effect]:
+    """The effects of one segment whose outcome was never written, in their order.
+
+    `job` is what the segment left. Raises KeyError or TypeError for effects of another version.
+    """
+    pending: list[x.Effect] = []
+    for record in records:
+        if record["kind"] == "move":
+            event = record["event"]
+            pending = [effect for effect in pending if not _ends(event, effect)]
+            pending += [x.Effect.from_dict(effect) for effect in record["effects"]]
+        elif record["kind"] == "action" and record["outcome"] == "finished":
+            pending = [
+                effect
+                for effect in pending
+                if type(effect) in _ENDED_BY or type(effect).__name__ != record["action"]
+            ]
+    return [effect for effect in pending if _still_wanted(effect, job)]
+
+
+def _ends(event: Mapping[str, object], effect: x.Effect) -> bool:
+    name = event["event"]
+    generation = getattr(effect, "generation", None)
+    same = event.get("generation") in (None, generation)
+    if name in ("workers_gone", "exit_unproven") and generation is not None and same:
+        return True  # with a generation ends all that was ordered for it
+    if name == "housekeeping_failed":
+        return event["action"] == type(effect).__name__
+    if isinstance(effect, x.SetDeadline) and event.get("id") != effect.id:
+        return False
+    return name in _ENDED_BY.get(type(effect), ()) and same
+
+
+def _still_wanted(effect: x.Effect, job: Job) -> bool:
+    if isinstance(effect, _DROPPED):
+        return False
+    if isinstance(effect, x.SetDeadline):
+        return effect.owner == job.owner
+    if isinstance(effect, x.PrepareStandby):
+        return effect.generation in (job.standby, job.active)
+    return True

@@ -1,0 +1,117 @@
+"""`kill -9` of the daemon after every single line of its journal, in virtual time.
+
+Whatever it had decided and not done is done by the next one, once; the job ends as it would have.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from supervisor.fsm.job import Limits
+from supervisor.journal import read_journal
+from supervisor.replay import replay_file
+from tests.sim.run import Meddling, Sim, simulate
+from tests.sim.world import Fault, Script
+from tests.test_scenarios import stop
+
+STANDBY = Limits(standby="generation")
+
+
+def crash() -> tuple[Script, Limits, dict[float, Meddling]]:
+    return Script(faults=[Fault(kind="kill", step=25)]), Limits(), {}
+
+
+def hang() -> tuple[Script, Limits, dict[float, Meddling]]:
+    return Script(faults=[Fault(kind="stop", step=25)]), Limits(), {}
+
+
+def promotion() -> tuple[Script, Limits, dict[float, Meddling]]:
+    script = Script(faults=[Fault(kind="kill", step=36)], snapshot_every=1, steps=60)
+    return script, STANDBY, {}
+
+
+def damaged_snapshot() -> tuple[Script, Limits, dict[float, Meddling]]:
+    faults = [
+        Fault(kind="kill", step=36),
+        Fault(kind="reject", phase="restore", generation=2, rank=0),
+    ]
+    return Script(faults=faults, snapshot_every=1, steps=60), STANDBY, {}
+
+
+def drain() -> tuple[Script, Limits, dict[float, Meddling]]:
+    return Script(steps=400), STANDBY, {16.0: stop()}
+
+
+STORIES = {one.__name__: one for one in (crash, hang, promotion, damaged_snapshot, drain)}
+
+
+def lines_of(story: str, path: Path) -> tuple[int, Sim]:
+    script, limits, meddle = STORIES[story]()
+    sim = simulate(path, script, limits=limits, meddle=meddle)
+    return len(sim.records), sim
+
+
+@pytest.mark.parametrize("story", STORIES)
+def test_the_daemon_may_die_after_any_line(story: str, tmp_path: Path) -> None:
+    """The same end, the same steps, never two generations, never a start done twice."""
+    lines, undisturbed = lines_of(story, tmp_path / "undisturbed.jsonl")
+    assert lines > 15
+    for line in range(2, lines + 1):
+        path = tmp_path / f"killed-after-{line}.jsonl"
+        script, limits, meddle = STORIES[story]()
+        sim = simulate(path, script, limits=limits, meddle=meddle, die_after=line)
+        if sim is None:
+            assert line > lines - 4  # all was done already
+            continue
+        assert sim.status == undisturbed.status, line
+        assert sim.states[-1] == undisturbed.states[-1], line
+        assert not sim.cluster.ever_two_alive, line
+        starts = [call for call in sim.cluster.calls if call.startswith("start")]
+        live = {one.generation for one in sim.cluster.workers.values()}
+        assert len(starts) - len(live) <= 1, (line, starts)  # once more, for the one in flight
+        assert len(sim.daemon.job.spent.get("worker", ())) == len(
+            undisturbed.daemon.job.spent.get("worker", ())
+        ), line
+        assert all(one.exit is not None for one in sim.cluster.workers.values()), line
+        assert sim.disk.result is not None, line
+        assert replay_file(path).difference == "", line
+
+
+def test_training_goes_on_while_the_daemon_is_dead(tmp_path: Path) -> None:
+    """Ray Train's controller dies with its driver, and the run with it. Ours must not."""
+    path = tmp_path / "journal.jsonl"
+    sim = simulate(path, Script(steps=400), die_after=13, dead_s=20.0)
+    assert sim.status == 0
+    assert sim.daemon.job.generation == 1
+    assert sim.cluster.calls.count("start 1") == 1
+    restarted = sim.event("supervisor_restarted")
+    assert restarted["adopted"] == [[1, 0, 100], [1, 1, 101]]
+    assert sim.virtual_s == pytest.approx(lines_of_undisturbed(tmp_path), abs=2.0)
+
+
+def lines_of_undisturbed(tmp_path: Path) -> float:
+    return simulate(tmp_path / "undisturbed.jsonl", Script(steps=400)).virtual_s
+
+
+def test_a_crash_while_the_daemon_is_dead_is_an_ordinary_failure(tmp_path: Path) -> None:
+    """It is found when the daemon comes back, and charged to the workers, not to the restart."""
+    path = tmp_path / "journal.jsonl"
+    script = Script(faults=[Fault(kind="kill", step=30)])
+    sim = simulate(path, script, die_after=14, dead_s=20.0)
+    assert sim.status == 0
+    assert len(sim.daemon.job.spent["worker"]) == 1
+    assert sim.names.index("supervisor_restarted") < sim.names.index("worker_crashed")
+
+
+def test_a_job_that_finishes_while_the_daemon_is_dead_is_completed_by_the_next(
+    tmp_path: Path,
+) -> None:
+    """The workers commit and wait; nothing is trained twice."""
+    path = tmp_path / "journal.jsonl"
+    sim = simulate(path, Script(), die_after=14, dead_s=60.0)
+    assert sim.status == 0
+    assert sim.states[-1] == "COMPLETED"
+    assert sim.daemon.job.generation == 1
+    assert [r["kind"] for r in read_journal(path)].count("header") == 1
