@@ -47,8 +47,8 @@ from supervisor.performers import Performers, restore_point_of
 from supervisor.status import snapshot
 from supervisor.workers import silence
 from trainer.heartbeat import BeatMessage, canary_key
+from trainer.snapshot import SnapshotError, sweep
 from trainer.snapshot import directory_of as snapshot_directory
-from trainer.snapshot import sweep
 
 log = structlog.get_logger(__name__)
 
@@ -457,6 +457,9 @@ class _Assembly:
         try:
             if self.past.state in SAFE_STATES:
                 await asyncio.to_thread(sweep, self.snapshots)
+        except (OSError, SnapshotError) as error:
+            log.warning("snapshots_not_swept", why=str(error))
+        try:
             for path in await RunFiles(self.run_dir).sweep_unfinished():
                 log.info("unfinished_save_deleted", path=str(path))
         except OSError as error:
