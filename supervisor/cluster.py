@@ -596,7 +596,8 @@ class RayCluster:
         if generation not in self._started:
             return None, None
         owner = Identity(pid=slot.pid, started_at=slot.started_at)
-        arguments = (self._run_dir, generation, owner, timeout_s)
+        child = self._started[generation].get(slot.rank)
+        arguments = (self._run_dir, generation, owner, child, timeout_s)
         left = await self._in_thread(timeout_s + 1, end_generation, *arguments)
         if left:
             return None, f"{where}: pid {', '.join(str(one.pid) for one in left)} still there"

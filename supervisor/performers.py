@@ -271,9 +271,11 @@ class Performers:
                 log.warning("notice", message=effect.message)
             case x.ReleaseSlots():
                 await self.call_off(_CALLED_OFF)
-                await self.cluster.release()
-                for generation in tuple(self.rosters):  # one that stood by ended with its slots
-                    self._forget(generation)
+                try:
+                    await self.cluster.release()
+                finally:
+                    for generation in tuple(self.rosters):  # one that stood by ends with its slots
+                        self._forget(generation)
             case x.WriteResult():
                 await self.disk.write_result(self.result_of(effect))
             case _:
@@ -418,9 +420,14 @@ class Performers:
         if starting:
             await asyncio.wait(starting)
         order = {"order": "promote", "restore_point": restore_point_of(effect)}
+        # Drills may have struck, or been ordered, since it was started.
+        faults = [self.spec_of(effect, rank).get("faults", []) for rank in range(self.workers)]
         try:
             await asyncio.gather(
-                *(self.cluster.order(generation, rank, order) for rank in range(self.workers))
+                *(
+                    self.cluster.order(generation, rank, {**order, "faults": faults[rank]})
+                    for rank in range(self.workers)
+                )
             )
         except ClusterError as error:
             ranks = tuple(range(self.workers))

@@ -77,6 +77,8 @@ class Launch:
             raise ChildError(f"a spec of {len(text)} bytes is above the limit of {SPEC_LIMIT}")
         if not Path(spec["config_dir"]).is_dir():
             raise ChildError(f"spec.config_dir {spec['config_dir']} is no directory on this node")
+        log = log_path(Path(spec["run_dir"]), spec["generation"], spec["rank"])
+        spec = {**spec, "log_file": str(log)}  # for a spare, which was started with another one
         return cls(
             generation=spec["generation"],
             rank=spec["rank"],
@@ -398,16 +400,20 @@ def end_orphans(run_dir: Path, timeout_s: float) -> tuple[Identity, ...]:
 
 
 def end_generation(
-    run_dir: Path, generation: int, slot: Identity, timeout_s: float
+    run_dir: Path, generation: int, slot: Identity, child: Identity | None, timeout_s: float
 ) -> tuple[Identity, ...]:
-    """End a generation of a slot on this machine without the slot's help; what could not be."""
+    """End a generation of a slot on this machine without the slot's help; what could not be.
+
+    `child` is its process, where it is known: one that was a spare bears no generation's mark.
+    """
     marks = {RUN: str(run_dir), GENERATION: str(generation), SLOT: _mark_of(slot)}
     deadline = time.monotonic() + timeout_s
     while True:
         found = [
             row.identity
             for row in look_at_all().values()
-            if row.is_alive and marks.items() <= environment(row.identity.pid).items()
+            if row.is_alive
+            and (row.identity == child or marks.items() <= environment(row.identity.pid).items())
         ]
         left = end(found, max(0.0, deadline - time.monotonic()))
         if not found or time.monotonic() >= deadline:

@@ -11,7 +11,7 @@ import resource
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -87,6 +87,11 @@ class Drills:
             return
         with self._lock:
             self._armed.append(fault)
+
+    def replace(self, faults: Sequence[Fault]) -> None:
+        """These are to come, and no others: a standby that takes over may know of the past only."""
+        with self._lock:
+            self._armed = list(faults)
 
     def entered(self, phase: str, step: int) -> None:
         """Called by the loop at each phase and step: strikes with what is due."""

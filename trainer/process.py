@@ -276,6 +276,8 @@ class Worker:
         point = None
         if given is not None:
             point = RestorePoint.from_dict("order.restore_point", given)
+        if promoted and self.spec.drills and "faults" in order:
+            self.drills.replace([Fault.from_dict(fault) for fault in order["faults"]])
         self.orders.standby.put((promoted, point))
 
     def _arm(self, fault: Fault) -> None:
@@ -431,7 +433,10 @@ def _import_everything() -> None:
 
 def _move_in(spec: WorkerSpec) -> None:
     """From here on a spare writes and stands where a process of that generation would."""
+    from trainer.child import GENERATION
+
     os.chdir(spec.config_dir)
+    os.environ[GENERATION] = str(spec.generation)  # by which what it starts will be found
     if spec.log_file is None:
         return
     Path(spec.log_file).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
