@@ -109,6 +109,20 @@ def test_a_snapshot_is_taken_before_the_state_moves_on(directory: Path) -> None:
     assert (found["weights"][1].view(np.float32) == 29).all()
 
 
+def test_what_is_still_on_its_way_from_a_device_is_copied_by_the_thread(directory: Path) -> None:
+    """On accelerators the next step runs while the copy of the state is brought to the host."""
+    import jax.numpy as jnp
+
+    writer = SnapshotWriter(directory, context(), 1)
+    for step in (1, 2):
+        weights = jnp.full((256, 256), step, jnp.bfloat16)
+        writer.take(step, [("weights", weights)], {"step": step}, volatile=False)
+    writer.close()
+    host, _ = snapshot.load(directory, 1, 2, {"weights": np.asarray(weights)})
+    assert host["weights"].dtype == jnp.bfloat16
+    assert (host["weights"] == 2).all()
+
+
 CHILD = """
 import sys
 import numpy as np

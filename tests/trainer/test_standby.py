@@ -132,7 +132,8 @@ def test_an_order_to_promote_counts_once_and_only_for_a_standby(
     promote(standby, None)
     standby[0].until("completed")
     assert ranks[0].process.poll() is None
-    assert "only a standby" in ranks[0].log.read_text()
+    wait_for(lambda: "only a standby" in ranks[0].log.read_text())
+    wait_for(lambda: standby[0].log.read_text().count("order refused") == 2)
     refusals = standby[0].log.read_text()
     assert "order.restore_point" in refusals
     assert "only once" in refusals
