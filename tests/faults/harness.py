@@ -263,6 +263,11 @@ class Daemon:
         """The last of what it said."""
         return "\n".join(self.output.read_text(errors="replace").splitlines()[-12:])
 
+    def stacks(self) -> str:
+        """Where its threads are."""
+        command = [str(Path(sys.executable).with_name("py-spy")), "dump", "--pid", str(self.pid)]
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout
+
     # Waiting
 
     def until(self, name: str, patience_s: float = PATIENCE_S, **wanted: Any) -> Event:
@@ -328,7 +333,8 @@ class Daemon:
         try:
             return self.process.wait(patience_s)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"still there after {patience_s} s{self.job.story()}") from None
+            text = f"still there after {patience_s} s{self.job.story()}\n{self.stacks()}"
+            raise AssertionError(text) from None
 
     # Striking
 
