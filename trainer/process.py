@@ -81,6 +81,7 @@ class Orders:
         self.go = threading.Event()
         self.standby: queue.SimpleQueue[tuple[bool, RestorePoint | None]] = queue.SimpleQueue()
         """(whether it is promoted, where to start); before that it may be told what to load."""
+        self.promoted = False
         self.stop_after: int | None = None
 
 
@@ -270,14 +271,15 @@ class Worker:
             raise ValueError(f"order is {kind!r}, which this version does not know")
 
     def _take_over(self, order: Mapping[str, Any], *, promoted: bool) -> None:
-        if self.spec.role != "standby":
-            raise ValueError("only a standby can be promoted")
+        if self.spec.role != "standby" or self.orders.promoted:
+            raise ValueError("only a standby can be promoted, and only once")
         given = order["restore_point"]
         point = None
         if given is not None:
             point = RestorePoint.from_dict("order.restore_point", given)
         if promoted and self.spec.drills and "faults" in order:
             self.drills.replace([Fault.from_dict(fault) for fault in order["faults"]])
+        self.orders.promoted = promoted
         self.orders.standby.put((promoted, point))
 
     def _arm(self, fault: Fault) -> None:
