@@ -21,6 +21,7 @@ class RunFiles:
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
+        self._pruning = asyncio.Lock()
 
     async def restore_points(self, accepted: Sequence[int]) -> list[RestorePoint]:
         """What can be restored of the accepted generations, the newest first. Raises OSError."""
@@ -40,8 +41,9 @@ class RunFiles:
             return
 
     async def prune(self, keep: int, verified: Sequence[tuple[int, int]]) -> None:
-        """Delete what retention no longer keeps."""
-        await asyncio.to_thread(restore_points.prune, self.run_dir, keep, set(verified))
+        """Delete what retention no longer keeps; one after another, lest two delete the same."""
+        async with self._pruning:
+            await asyncio.to_thread(restore_points.prune, self.run_dir, keep, set(verified))
 
     async def sweep_unfinished(self) -> list[Path]:
         """Delete the remains of saves that never ended; only while no worker lives."""

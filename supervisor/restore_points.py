@@ -84,6 +84,9 @@ def survey(
                 raise _Flaw(f"generation {point.generation} was never active")
         except _Flaw as flaw:
             rejected.append(Rejected(path=entry, reason=str(flaw), unfinished=flaw.unfinished))
+        except FileNotFoundError:
+            # Retention deletes beside us. What goes is no restore point; the disk is well.
+            rejected.append(Rejected(path=entry, reason="it went while it was looked at"))
         else:
             points.append(point)
     points.sort(key=lambda point: (point.step, point.generation), reverse=True)

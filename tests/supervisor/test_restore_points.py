@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -211,6 +212,22 @@ def test_a_disk_that_cannot_be_read_is_not_an_empty_one(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "iterdir", refuse)
     with pytest.raises(PermissionError):
         find(tmp_path)
+
+
+def test_one_that_is_deleted_while_it_is_looked_at_hides_no_other(tmp_path, monkeypatch):
+    """Retention ran beside the search of a recovery, which took that for a disk out of order."""
+    old, new = checkpoint(tmp_path, 1, 10), checkpoint(tmp_path, 1, 20)
+    look = Path.iterdir
+
+    def deleted_meanwhile(self):
+        if self == old / "state" / "d":
+            shutil.rmtree(old)
+        return look(self)
+
+    monkeypatch.setattr(Path, "iterdir", deleted_meanwhile)
+    points, rejected = survey(tmp_path)
+    assert [point.path for point in points] == [new]
+    assert [one.path for one in rejected] == [old]
 
 
 # --- setting aside ----------------------------------------------------------------------------
