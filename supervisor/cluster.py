@@ -726,7 +726,8 @@ class RayCluster:
 
         try:
             reference = getattr(actor, method).options(concurrency_group=group).remote(*arguments)
-            answer = json.loads(await asyncio.wait_for(reference, limit_s))
+            async with asyncio.timeout(limit_s):  # `wait_for` of 3.11 may swallow a cancellation
+                answer = json.loads(await reference)
         except TimeoutError:
             raise SlotSilent(f"{name} did not answer `{method}` within {limit_s} s") from None
         except ray.exceptions.ActorUnavailableError as error:
@@ -741,7 +742,8 @@ class RayCluster:
 
     async def _in_thread(self, limit_s: float, call: Callable[..., T], *arguments: Any) -> T:
         try:
-            return await asyncio.wait_for(self._run_in_thread(call, arguments), limit_s)
+            async with asyncio.timeout(limit_s):
+                return await self._run_in_thread(call, arguments)
         except (EverstepError, asyncio.CancelledError):
             raise
         except TimeoutError as error:

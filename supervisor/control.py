@@ -97,10 +97,11 @@ class Control:
         assert task is not None
         self._connections.add(task)
         try:
-            while line := await asyncio.wait_for(reader.readline(), _IDLE_LIMIT_S):
+            while line := await _read_line(reader):
                 answer = await self._answer(line)
                 writer.write(json.dumps(answer, default=str).encode() + b"\n")
-                await asyncio.wait_for(writer.drain(), _IDLE_LIMIT_S)
+                async with asyncio.timeout(_IDLE_LIMIT_S):
+                    await writer.drain()
         except (TimeoutError, ConnectionError, ValueError) as error:
             # ValueError is a line beyond the limit. The peer is gone or babbles: no answer.
             _log.info("control_connection_dropped", error=repr(error))
@@ -119,12 +120,18 @@ class Control:
         if not isinstance(request, dict) or not isinstance(request.get("command"), str):
             return {"ok": False, "error": 'a request is an object with a text under "command"'}
         try:
-            return await asyncio.wait_for(self._handler(request), _HANDLER_LIMIT_S)
+            async with asyncio.timeout(_HANDLER_LIMIT_S):
+                return await self._handler(request)
         except TimeoutError:
             return {"ok": False, "error": f"no answer within {_HANDLER_LIMIT_S:g} s"}
         except Exception as error:
             _log.exception("control_request_failed", command=request["command"])
             return {"ok": False, "error": f"{type(error).__name__}: {error}"}
+
+
+async def _read_line(reader: asyncio.StreamReader) -> bytes:
+    async with asyncio.timeout(_IDLE_LIMIT_S):  # `wait_for` of 3.11 may swallow a cancellation
+        return await reader.readline()
 
 
 def ask(run_dir: Path, request: Request, timeout_s: float = 5.0) -> Answer:

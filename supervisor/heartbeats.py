@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 import redis.asyncio
@@ -112,12 +113,23 @@ class RedisStore:
     async def _bounded(self, call: Awaitable[Any]) -> Any:
         try:
             async with asyncio.timeout(2 * self._timeout_s):
-                return await call
+                answer = await call
         except (RedisError, OSError, TimeoutError) as error:
+            _heed_cancellation()
             # A connection that failed may still hold the answer to a question of the past.
-            await self._client.connection_pool.disconnect()
+            with suppress(RedisError, OSError, TimeoutError):
+                await self._client.connection_pool.disconnect()
             text = str(error) or f"no answer within {self._timeout_s:g} s"
             raise StoreUnavailable(f"{type(error).__name__}: {text}") from error
+        _heed_cancellation()
+        return answer
+
+
+def _heed_cancellation() -> None:
+    """redis-py (8.1) often swallows a cancellation, or makes an error of its own out of it."""
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
 
 
 class _Reader:

@@ -115,6 +115,31 @@ def test_one_poll_reads_a_thousand_ranks_and_writes_the_canary(server):
     assert calls < 20
 
 
+def test_a_cancelled_poll_ends_its_task_whatever_the_client_makes_of_it(server):
+    """redis-py swallowed every third cancellation: one daemon in a hundred never ended."""
+
+    async def poll_for_ever(store):
+        while True:
+            await store.poll(["a"])
+            await asyncio.sleep(0)
+
+    async def cancel_at(seconds):
+        store = server.store()
+        task = asyncio.create_task(poll_for_ever(store))
+        await asyncio.sleep(seconds)
+        task.cancel()
+        ended, _ = await asyncio.wait([task], timeout=1.0)
+        task.cancel()
+        await asyncio.wait([task], timeout=1.0)
+        await store.close()
+        return bool(ended)
+
+    async def cancel_often():
+        return [await cancel_at(count * 0.0003) for count in range(60)]
+
+    assert all(asyncio.run(cancel_often()))
+
+
 def test_deleting_what_is_not_there_is_no_error(server):
     """The keys of a dead generation may have expired already."""
     server.client.set("a", "1")
