@@ -166,6 +166,13 @@ class Job:
     def slots_intact(self, event: Event) -> bool:
         return self.slots_placed
 
+    def is_news(self, event: CheckpointCommitted) -> bool:
+        """To a daemon that came back, slots tell all that they know again."""
+        return not any(
+            generation == event.generation and step >= event.step
+            for generation, step in self.verified
+        )
+
     def wants_standby(self, event: Event) -> bool:
         missing = self.standby is None and not self.standby_off and self.slots_placed
         return missing and self.limits.standby == "generation"

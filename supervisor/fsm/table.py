@@ -137,6 +137,7 @@ RUNNING = [
         (S.RUNNING, S.DRAINING),
         None,
         "a new restore point; older ones may go",
+        when="is_news",
         do="note_checkpoint",
     ),
     on(
@@ -631,6 +632,7 @@ IGNORED = [
         STARTING,
         NOT_STEPPED,
     ),
+    *ignore([e.CheckpointCommitted], (S.RUNNING, S.DRAINING), "said twice"),
     *ignore([e.SnapshotFailed], S.PROVISIONING, NO_WORKER),
     *ignore([e.SnapshotFailed], STARTING, NOT_STEPPED),
     *ignore([e.StandbyReady, e.StandbyLost], LIVE, "it is no standby any more"),
