@@ -7,6 +7,7 @@ import os
 import signal
 import time
 
+import psutil
 import pytest
 
 from supervisor.history import step_rows
@@ -27,6 +28,9 @@ def test_a_daemon_that_is_killed_loses_no_line_and_its_workers_go_on(
     refused = run(tiny)
     assert refused.returncode == 73
     assert str(first.pid) in refused.stderr
+    memory = psutil.Process(first.pid).memory_info().rss
+    tiny.figures.add("memory of the daemon (MB)", memory / 1e6)
+    assert memory < 200e6
     before = tiny.records()
     old = [first.worker(0), first.worker(1)]
     first.kill()
