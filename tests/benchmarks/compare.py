@@ -22,6 +22,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=10, metavar="N", help="of everstep")
     parser.add_argument("--peer-kills", type=int, default=4, metavar="N")
     parser.add_argument("--snapshot-every", default="1", metavar="STEPS")
+    recovery.add_patience(parser)
     options = parser.parse_args()
     facts = circumstances()
     with folder_of("compare", keep=options.keep) as folder:
@@ -35,6 +36,7 @@ def main() -> None:
             snapshot_every=recovery.every(options.snapshot_every),
             settle_s=1.0,
             seed=0,
+            patience_s=options.patience,
         )
         note("Ray Train")
         peer = ray_train.measure(folder / "ray-train", kills=options.peer_kills)

@@ -20,6 +20,8 @@ from typing import Any
 import psutil
 
 from tests.benchmarks.bare import Bare
+from tests.benchmarks.foreign import Foreign
+from tests.benchmarks.recovery import ALONE_CORES
 from tests.benchmarks.report import (
     circumstances,
     note,
@@ -29,7 +31,15 @@ from tests.benchmarks.report import (
     summary,
     write_json,
 )
-from tests.benchmarks.supervised import ENDLESS, Row, Supervised, Tail, folder_of, supervised
+from tests.benchmarks.supervised import (
+    ENDLESS,
+    START_LIMIT_S,
+    Row,
+    Supervised,
+    Tail,
+    folder_of,
+    supervised,
+)
 from trainer.config import TrainerSettings
 from trainer.processes import Identity, send
 
@@ -38,6 +48,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "every": {"recovery.snapshot_every_steps": 1},
 }
 STEADY: dict[str, Any] = {"checkpoint.every_steps": 1_000_000, "trainer.evaluate_every_steps": 0}
+ENOUGH = 10
+"""Pairs in which others left the cores alone; with fewer, all pairs are counted."""
 STEPS_MIN = 5
 """Fewer in a turn make no median."""
 THAW_S = 0.4
@@ -74,7 +86,9 @@ class Turns:
         return [after - before for before, after in itertools.pairwise(ends)]
 
 
-def measure(folder: Path, variant: str, *, pairs: int, turn_s: float, warm_s: float) -> Row:
+def measure(
+    folder: Path, variant: str, *, pairs: int, turn_s: float, warm_s: float, patience_s: float
+) -> Row:
     """Bare and supervised by turns; rows of pairs, and what the daemon's processes took."""
     settings = {**STEADY, **VARIANTS[variant]}
     with supervised(folder / variant, **settings) as run:
@@ -82,7 +96,7 @@ def measure(folder: Path, variant: str, *, pairs: int, turn_s: float, warm_s: fl
         time.sleep(warm_s)  # the interval of "auto" settles
         bare = _start_bare(folder / f"{variant}-bare")
         try:
-            return _alternate(run, bare, variant, pairs, turn_s)
+            return _alternate(run, bare, variant, pairs, turn_s, patience_s)
         finally:
             bare.end()
 
@@ -91,14 +105,16 @@ def _start_bare(folder: Path) -> Bare:
     steps = ENDLESS["trainer.steps"]
     settings = TrainerSettings(steps=steps).model_dump(mode="json")
     bare = Bare(folder, settings=settings, steps=steps)
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + START_LIMIT_S
     while len(Tail(bare.rows).read()) < 30:
         assert time.monotonic() < deadline, f"no steps; see {folder}"
         time.sleep(0.2)
     return bare
 
 
-def _alternate(run: Supervised, bare: Bare, variant: str, pairs: int, turn_s: float) -> Row:
+def _alternate(
+    run: Supervised, bare: Bare, variant: str, pairs: int, turn_s: float, patience_s: float
+) -> Row:
     watched = Turns(run.metrics, run.job.processes, run.daemon.pid)
     plain = Turns(Tail(bare.rows), bare.identities, bare.processes[0].pid)
     status = run.status()
@@ -106,10 +122,20 @@ def _alternate(run: Supervised, bare: Bare, variant: str, pairs: int, turn_s: fl
     watched.stop()
     plain.stop()
     used: dict[str, float] = dict.fromkeys(kinds.values(), 0.0)
-    found, ran_s = [], 0.0
+    found: list[dict[str, float]] = []
+    ran_s, number = 0.0, 0
+
+    def ours() -> list[Identity]:
+        return run.job.processes() + bare.identities()
+
     try:
-        for number in range(pairs):
-            order = (plain, watched) if number % 2 == 0 else (watched, plain)
+        deadline = time.monotonic() + patience_s
+        while sum(pair["foreign"] < ALONE_CORES for pair in found) < pairs:
+            if len(found) >= pairs and time.monotonic() > deadline:
+                break
+            number += 1
+            foreign = Foreign(ours)
+            order = (plain, watched) if number % 2 else (watched, plain)
             periods: dict[int, list[float]] = {}
             for one in order:
                 before = _cpu_s(kinds)
@@ -119,11 +145,12 @@ def _alternate(run: Supervised, bare: Bare, variant: str, pairs: int, turn_s: fl
                     for kind, seconds in _cpu_s(kinds).items():
                         used[kind] += seconds - before[kind]
             if min(map(len, periods.values())) < STEPS_MIN:
-                note(f"{variant}: pair {number + 1} left out: the machine is too busy")
+                note(f"{variant}: pair {number} left out: the machine is too busy")
                 continue
-            found.append(_pair(periods[id(plain)], periods[id(watched)]))
+            pair = _pair(periods[id(plain)], periods[id(watched)])
+            found.append({**pair, "foreign": foreign.cores()})
             note(
-                f"{variant}: pair {number + 1} of {pairs}: "
+                f"{variant}: pair {number} for {pairs}: "
                 + ", ".join(f"{k} {v:.4f}" for k, v in found[-1].items())
             )
     finally:
@@ -134,8 +161,10 @@ def _alternate(run: Supervised, bare: Bare, variant: str, pairs: int, turn_s: fl
     assert after.get("generation") == status["generation"], f"not steady{run.job.story()}"
     run.read()
     standby = [m["event"] for m in run.moves() if m["event"]["event"] == "standby_ready"]
+    alone = [pair for pair in found if pair["foreign"] < ALONE_CORES]
     return {
-        "pairs": found,
+        "pairs": alone if len(alone) >= min(pairs, ENOUGH) else found,
+        "pairs_tried": number,
         "processes": _processes(kinds, used, ran_s),
         "standby": standby[-1] if standby else None,
         "snapshot_interval": snapshot_interval(run, status["generation"]),
@@ -215,6 +244,7 @@ def snapshot_interval(run: Supervised, generation: int) -> str | None:
 
 def print_variant(variant: str, figures: Row, turn_s: float) -> None:
     """Two tables: pairs, and processes."""
+    others = statistics.median(pair["foreign"] for pair in figures["pairs"])
     names = ("bare_median_s", "median_s", "ratio", "bare_mean_s", "mean_s", "ratio_of_means")
     table = []
     for name in names:
@@ -223,7 +253,8 @@ def print_variant(variant: str, figures: Row, turn_s: float) -> None:
         cells = [statistics.median(values), quartiles[0], quartiles[2], min(values), max(values)]
         table.append([name, *(f"{cell:.4f}" for cell in cells)])
     title = (
-        f"snapshots {variant}, standby idle: {len(figures['pairs'])} pairs of turns of {turn_s:g} s"
+        f"snapshots {variant}, standby idle: {len(figures['pairs'])} pairs of turns of "
+        f"{turn_s:g} s ({figures['pairs_tried']} tried; others used {others:.2f} cores)"
     )
     print_table(title, ["", "median", "1st quartile", "3rd quartile", "min", "max"], table)
     rows = figures["processes"]
@@ -247,6 +278,13 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=40, metavar="N")
     parser.add_argument("--turn", type=float, default=3.0, metavar="S", help="at most 5")
     parser.add_argument("--warm", type=float, default=20.0, metavar="S")
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=0.0,
+        metavar="S",
+        help="go on so long for N pairs in which others use no core",
+    )
     parser.add_argument("--variants", default="auto,every")
     options = parser.parse_args()
     facts = circumstances()
@@ -261,6 +299,7 @@ def main() -> None:
                 pairs=options.pairs,
                 turn_s=options.turn,
                 warm_s=options.warm,
+                patience_s=options.patience,
             )
     for variant, found in figures.items():
         print_variant(variant, found, options.turn)

@@ -2,8 +2,9 @@
 
 Runs the default job under the real daemon and strikes ranks of it, one after another, each time
 when the next rung of the ladder is ready. `total` runs from the strike to the end of the first new
-step, `S` is the median step of the generation that was struck, `excess` is `total - S`. `redone`
-counts finished steps that had to be done again; the step in flight is not among them.
+step, `S` is the median step in the last seconds before it (with nothing else to do: the next
+generation stands by already), `excess` is `total - S`. `redone` counts finished steps that had to
+be done again; the step in flight is not among them.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 
 from supervisor.fsm.events import FAILURES
 from tests.benchmarks.bare import Bare
+from tests.benchmarks.foreign import Foreign
 from tests.benchmarks.report import (
     circumstances,
     note,
@@ -45,6 +47,11 @@ STAGES = (
 )
 """Each stage ends with the last of these events; the step ends the last one."""
 STEADY_STEPS = 30
+TYPICAL_S, TYPICAL_STEPS = 3.0, 8
+"""How far before a strike, and how many steps at least, S is taken from."""
+ALONE_S = 2.0
+ALONE_CORES = 0.15
+"""What others may use, on average over so many seconds, on a machine that counts as ours."""
 RECOVERY_LIMIT_S = 120.0
 _FAILURES = {kind.name for kind in FAILURES}
 
@@ -59,6 +66,7 @@ def measure(
     snapshot_every: int | str,
     settle_s: float,
     seed: int,
+    patience_s: float = 0.0,
     verify: bool = False,
 ) -> list[Row]:
     """Strike `kills` times, the ranks in turn; a row a strike.
@@ -76,7 +84,9 @@ def measure(
             run.until_stepping(steps=STEADY_STEPS, standby=standby == "generation")
             # At no fixed distance from a step, a checkpoint or an evaluation.
             time.sleep(settle_s + chance.uniform(0.0, 1.0))
-            rows.append(_strike(run, fault, rank))
+            foreign = _until_alone(run, patience_s)
+            time.sleep(chance.uniform(0.0, 0.5))
+            rows.append({**_strike(run, fault, rank), "foreign": foreign})
             note(
                 f"strike {number + 1} of {kills}, rank {rank}: "
                 + ", ".join(
@@ -88,6 +98,17 @@ def measure(
     if verify:
         _verify(folder / "undisturbed", run.metrics.rows)
     return rows
+
+
+def _until_alone(run: Supervised, patience_s: float) -> float:
+    """Wait a while for others to leave the cores alone; how many they used at last."""
+    deadline = time.monotonic() + patience_s
+    while True:
+        foreign = Foreign(run.job.processes)
+        time.sleep(ALONE_S)
+        cores = foreign.cores()
+        if cores < ALONE_CORES or time.monotonic() >= deadline:
+            return cores
 
 
 def _verify(folder: Path, rows: list[Row]) -> None:
@@ -139,8 +160,11 @@ def _split(run: Supervised, records: list[Row], generation: int, at: float) -> R
     """Where the time went: seconds by stage, and what was lost."""
     first = next(row for row in run.metrics.rows if row["generation"] > generation)
     old = [row for row in run.metrics.rows if row["generation"] == generation]
-    # The first step of a generation is no typical one.
-    typical_s = statistics.median(row["step_s"] for row in old[1:])
+    steps = [row["step_s"] for row in old]
+    recent = [row["step_s"] for row in old if row["at"] > at - TYPICAL_S]
+    typical_s = statistics.median(
+        recent if len(recent) >= TYPICAL_STEPS else steps[-TYPICAL_STEPS:]
+    )
     moves = [record for record in records if record["kind"] == "move"]
     moves = [move for move in moves if move["event"]["at"] <= first["at"]]
     split: Row = {}
@@ -201,6 +225,15 @@ def print_rows(title: str, rows: list[Row]) -> None:
         )
     columns = ["strikes", "total median", "p95", "excess median", "p95", "redone median", "max"]
     print_table("", ["", *columns], table)
+    alone = [row for row in rows if row["foreign"] < ALONE_CORES]
+    busy = statistics.median(row["foreign"] for row in rows)
+    print(f"others used {busy:.2f} cores (median); alone in {len(alone)} of {len(rows)} strikes")
+    if 0 < len(alone) < len(rows):
+        total, excess = (summary([row[name] for row in alone]) for name in ("total", "excess"))
+        print(
+            f"of these: total median {total['median']:.3f} p95 {total['p95']:.3f}, "
+            f"excess median {excess['median']:.3f} p95 {excess['p95']:.3f}"
+        )
     for name in ("event", "rung", "restored", "incidents"):
         values = [row[name] for row in rows]
         counted = ", ".join(f"{value}: {values.count(value)}" for value in dict.fromkeys(values))
@@ -225,6 +258,7 @@ def main() -> None:
         "--settle", type=float, metavar="S", help="seconds between ready and strike"
     )
     parser.add_argument("--seed", type=int, default=0)
+    add_patience(parser)
     parser.add_argument(
         "--verify",
         action="store_true",
@@ -243,6 +277,7 @@ def main() -> None:
             settle_s=default_settle_s(options),
             seed=options.seed,
             verify=options.verify,
+            patience_s=options.patience,
         )
     title = (
         f"{options.kills} times {options.fault}, standby {options.standby}, "
@@ -253,6 +288,17 @@ def main() -> None:
     write_json(
         options.json,
         {"benchmark": "recovery", **facts, "summary": summarize(rows), "strikes": rows},
+    )
+
+
+def add_patience(parser: argparse.ArgumentParser) -> None:
+    """For a machine that one is not alone on."""
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=0.0,
+        metavar="S",
+        help="wait so long before each strike for a moment in which others use no core",
     )
 
 

@@ -23,7 +23,7 @@ from tests.faults.harness import SETTINGS, Daemon, Figures, Job
 
 Row = dict[str, Any]
 
-START_LIMIT_S = 180.0
+START_LIMIT_S = 300.0
 POLL_S = 0.05
 ENDLESS: dict[str, Any] = {
     "trainer.steps": 1_000_000,
