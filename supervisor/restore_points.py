@@ -4,6 +4,7 @@ Structure only: what Orbax (0.12.8, COMMIT_FILE mode) leaves of a finished save.
 the workers to verify by digest. Imports neither orbax nor jax, and never follows a symbolic link.
 
     <run_dir>/<job>/checkpoints/generation-N/STEP    a save, finished or not
+                                             STEP/part-K-of-N    of a state in parts: one a rank
                                 quarantine/NAME      set aside, with NAME.reason.txt beside it
                                 trash/NAME           renamed away, about to be deleted
 """
@@ -31,6 +32,7 @@ ESSENTIAL_FILES = ("meta/metadata", "state/_METADATA", "state/manifest.ocdbt")
 META_BYTES_MAX = 64 * 2**20
 
 _GENERATION = re.compile(r"generation-(0|[1-9][0-9]*)")
+_PART = re.compile(r"part-(0|[1-9][0-9]*)-of-([1-9][0-9]*)")
 _STEP = re.compile(r"0|[1-9][0-9]*")
 
 
@@ -91,17 +93,6 @@ def survey(
             points.append(point)
     points.sort(key=lambda point: (point.step, point.generation), reverse=True)
     return points, rejected
-
-
-def meta(point: RestorePoint) -> dict[str, Any]:
-    """The JSON item saved with the state: step, generation, world size, digests, environment.
-
-    Raises OSError or ValueError where it cannot be read.
-    """
-    found = json.loads(_read_bounded(point.path / "meta" / "metadata"))
-    if not isinstance(found, dict):
-        raise ValueError(f"{point.path}: the item meta is no JSON object")
-    return found
 
 
 def quarantine(point: RestorePoint, reason: str) -> Path:
@@ -201,26 +192,44 @@ def _examine(path: Path) -> RestorePoint:
         raise _Flaw("not a directory named by its step")
     if not _holds(path / COMMIT_MARKER):
         raise _Flaw(f"no {COMMIT_MARKER}: the save was never finished", unfinished=True)
-    found = _load(path, STEP_METADATA)
+    for folder in _parts(path) or (path,):
+        _examine_items(folder, path)
+    generation = int(path.parent.name.removeprefix("generation-"))
+    return RestorePoint(step=int(path.name), generation=generation, path=path)
+
+
+def _parts(path: Path) -> list[Path]:
+    """The folders of a checkpoint in parts, a rank's each; empty for one that lies in one piece."""
+    named = [found for one in path.iterdir() if (found := _PART.fullmatch(one.name))]
+    parts = max((int(one[2]) for one in named), default=0)
+    there = {int(one[1]) for one in named if int(one[2]) == parts}
+    if missing := set(range(parts)) - there:
+        raise _Flaw(f"part-{min(missing)}-of-{parts} is missing")
+    return [path / f"part-{part}-of-{parts}" for part in range(parts)]
+
+
+def _examine_items(folder: Path, path: Path) -> None:
+    """What Orbax wrote into a folder of the checkpoint at `path`; raises `_Flaw`."""
+    found = _load(folder, STEP_METADATA)
     items = found.get("item_handlers")
     missing = [name for name in ITEMS if not isinstance(items, dict) or name not in items]
     if missing:
         raise _Flaw(f"{STEP_METADATA} does not name the item {missing[0]}")
     for name in ITEMS:
-        if not stat.S_ISDIR(_mode(path / name)):
+        if not stat.S_ISDIR(_mode(folder / name)):
             raise _Flaw(f"the item {name} is missing")
     for name in ESSENTIAL_FILES:
-        if not _holds(path / name):
+        if not _holds(folder / name):
             raise _Flaw(f"{name} is missing or empty")
-    if not stat.S_ISDIR(_mode(path / "state" / "d")) or not any((path / "state" / "d").iterdir()):
+    data = folder / "state" / "d"
+    if not stat.S_ISDIR(_mode(data)) or not any(data.iterdir()):
         raise _Flaw("state/d holds no data")
-    _load(path, "state/_METADATA")
-    said, step = _load(path, "meta/metadata"), int(path.name)
+    _load(folder, "state/_METADATA")
+    said = _load(folder, "meta/metadata")
     generation = int(path.parent.name.removeprefix("generation-"))
-    for name, expected in (("step", step), ("generation", generation)):
+    for name, expected in (("step", int(path.name)), ("generation", generation)):
         if said.get(name) != expected:
             raise _Flaw(f"the item meta says {name} {said.get(name)!r}, its path {expected}")
-    return RestorePoint(step=step, generation=generation, path=path)
 
 
 def _mode(path: Path) -> int:

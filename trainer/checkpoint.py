@@ -1,7 +1,9 @@
 """Checkpoints on disk, through Orbax: saved in the background, read back, verified, refused.
 
-Rank 0 alone writes, from a host copy that it holds in whole, and every rank reads by itself: so no
-save and no restore ever waits for a peer. Knows neither which checkpoint counts nor how many stay.
+Where every rank holds the state in whole, rank 0 alone writes it. Where several hold it together,
+each writes its part as a checkpoint of its own, `STEP/part-K-of-N`, and rank 0 finishes the step
+when all are there. Every rank reads by itself. So no save and no restore makes the loop wait for a
+peer. Knows neither which checkpoint counts nor how many stay.
 """
 
 from __future__ import annotations
@@ -10,10 +12,12 @@ import contextlib
 import hashlib
 import os
 import queue
+import re
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,14 +25,35 @@ from typing import Any
 import jax
 import numpy as np
 
-from trainer.step import Host, named_leaves
+from trainer.pieces import (
+    Assembly,
+    Index,
+    NotHeld,
+    Piece,
+    Wanted,
+    extent,
+    form,
+    holds_all,
+    is_needed,
+    parse_form,
+    whole,
+)
+from trainer.step import Host, assembly_of, named_leaves
 from trainer.task import TaskError
 
 FINISHED_MARK = "commit_success.txt"
 SAVE_WAIT_S = 60.0
-"""How long the loop waits for the save before it, at most."""
+"""How long the loop waits for the save before it, at most; and a part for the others."""
+
+VERIFIED, FAILED = ".verified", ".failed"
+"""How a rank says beside its part that it is on the disk and was read back, or will never be."""
+
+_LOOK_S = 0.02
+_PART = re.compile(r"part-\d+-of-\d+")
 
 Meta = dict[str, Any]
+Content = Any
+"""What a process saves: a host copy of the whole state, or the list of its pieces."""
 
 
 class CheckpointRejected(Exception):
@@ -78,7 +103,7 @@ def digests(host: Host) -> tuple[dict[str, str], dict[str, str], str]:
     for name, leaf in named_leaves(host):
         data = np.ascontiguousarray(leaf).tobytes()
         by_leaf[name] = hashlib.sha256(data).hexdigest()
-        forms[name] = _form(leaf)
+        forms[name] = form(leaf.dtype, leaf.shape)
         total.update(f"{name}\0{forms[name]}\0".encode())
         total.update(data)
     return by_leaf, forms, total.hexdigest()
@@ -87,24 +112,33 @@ def digests(host: Host) -> tuple[dict[str, str], dict[str, str], str]:
 class Saver:
     """Writes checkpoints in a thread of its own, one at a time.
 
-    `on_outcome` is called from that thread for each checkpoint that was asked for. Orbax's own
+    `on_outcome` is called from that thread for each checkpoint that was asked for; of several parts
+    only the first tells of a commit, which is that of all. Orbax's own
     asynchronous mode would tell of an error only when the next save begins, and would wait for
     peers that may be dead.
     """
 
     def __init__(
-        self, job_dir: Path, generation: int, on_outcome: Callable[[Committed | SaveFailed], None]
+        self,
+        job_dir: Path,
+        generation: int,
+        on_outcome: Callable[[Committed | SaveFailed], None],
+        *,
+        part: int = 0,
+        parts: int = 1,
     ) -> None:
         self._job_dir, self._generation, self._on_outcome = job_dir, generation, on_outcome
-        self._work: queue.SimpleQueue[tuple[int, Host, Meta]] = queue.SimpleQueue()
+        self._part, self._parts = part, parts
+        self._work: queue.SimpleQueue[tuple[int, Content, Meta]] = queue.SimpleQueue()
         self._idle = threading.Event()
         self._idle.set()
         self._thread = threading.Thread(target=self._run, name="checkpoints", daemon=True)
         self._thread.start()
         self._last_committed = -1
         self._last_error = ""
+        self._attempts: Counter[int] = Counter()
 
-    def save(self, step: int, host: Host, meta: Meta) -> None:
+    def save(self, step: int, content: Content, meta: Meta) -> None:
         """Begin to save; waits for the save before this one, at most `SAVE_WAIT_S`.
 
         A step that is committed is not saved again; one that failed is.
@@ -116,7 +150,7 @@ class Saver:
         if step == self._last_committed:
             return
         self._idle.clear()
-        self._work.put((step, host, meta))
+        self._work.put((step, content, meta))
 
     def wait(self, timeout_s: float = SAVE_WAIT_S) -> bool:
         """Until no save is running; False when the time is up."""
@@ -131,15 +165,20 @@ class Saver:
 
     def _run(self) -> None:
         while True:
-            step, host, meta = self._work.get()
+            step, content, meta = self._work.get()
+            outcome: Committed | SaveFailed | None
             try:
-                outcome: Committed | SaveFailed = self._save(step, host, meta)
+                if self._parts == 1:
+                    outcome = self._save(step, content, meta)
+                else:
+                    outcome = self._save_part(step, content, meta)
                 self._last_committed = step
             except Exception as error:  # whatever it was, it is reported and training goes on
                 text = f"{type(error).__name__}: {error}"
                 outcome = SaveFailed(step=step, error=text[:2000])
                 self._last_error = outcome.error
-            self._on_outcome(outcome)
+            if outcome is not None:
+                self._on_outcome(outcome)
             self._idle.set()
 
     def _save(self, step: int, host: Host, meta: Meta) -> Committed:
@@ -155,19 +194,161 @@ class Saver:
         except BaseException:
             _discard(path)
             raise
-        size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-        seconds = time.monotonic() - started
-        return Committed(step=step, path=str(path), seconds=seconds, bytes=size)
+        return _committed(step, path, started)
+
+    def _save_part(self, step: int, pieces: list[Piece], meta: Meta) -> Committed | None:
+        started = time.monotonic()
+        path = directory_of(self._job_dir, self._generation, step)
+        own = path / _part_name(self._part, self._parts)
+        self._attempts[step] += 1
+        values = {piece.key: piece.values for piece in pieces}
+        described = [
+            {
+                "key": piece.key,
+                "name": piece.name,
+                "form": piece.form,
+                "index": piece.index,
+                "sha256": _sha256(piece.values),
+            }
+            for piece in pieces
+        ]
+        try:
+            _write(own, values, {**meta, "pieces": described})
+            _flush(own)
+            read = _read_state(own, values)
+            if any(_sha256(read[one["key"]]) != one["sha256"] for one in described):
+                raise OSError(f"{own} does not read back as it was written")
+            _mark(own.with_suffix(VERIFIED))
+            if self._part > 0:
+                return None
+            self._await_parts(path, step)
+            _mark(path / FINISHED_MARK)
+        except BaseException:
+            (path / FINISHED_MARK).unlink(missing_ok=True)
+            own.with_suffix(VERIFIED).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                _mark(self._failed(own, step))
+            _discard(own)
+            raise
+        return _committed(step, path, started)
+
+    def _await_parts(self, path: Path, step: int) -> None:
+        """Until the other ranks' parts are written and read back; raises OSError if one is not."""
+        deadline = time.monotonic() + SAVE_WAIT_S
+        for part in range(1, self._parts):
+            name = path / _part_name(part, self._parts)
+            while not name.with_suffix(VERIFIED).is_file():
+                if self._failed(name, step).exists() or time.monotonic() > deadline:
+                    raise OSError(f"{name} was not saved by its rank")
+                time.sleep(_LOOK_S)
+
+    def _failed(self, part: Path, step: int) -> Path:
+        """The mark of this attempt: those of earlier ones, which all ranks made, say nothing."""
+        return part.with_suffix(f"{FAILED}-{self._attempts[step]}")
 
 
 def load(path: Path, target: Host) -> tuple[Host, Meta]:
-    """Read a checkpoint for a state like `target` (numpy arrays; their values do not matter).
+    """Read all of a checkpoint for a state like `target` (numpy arrays; values do not matter).
+
+    Raises as `load_pieces`.
+    """
+    held, meta = load_pieces(path, target)
+    try:
+        return _whole(held, target), meta
+    except NotHeld as error:
+        raise CheckpointRejected(path, str(error)) from error
+
+
+def load_pieces(path: Path, target: Host, wanted: Wanted | None = None) -> tuple[Assembly, Meta]:
+    """What is wanted of each leaf (None: all) of a state like `target`, and the meta.
 
     Raises `CheckpointRejected` where the files are not what was saved, and `TaskError` where they
     are but the task's state has another form by now.
     """
     if not (path / FINISHED_MARK).is_file():
         raise CheckpointRejected(path, f"not finished: {FINISHED_MARK} is missing")
+    if any(path.glob("part-*-of-*")):
+        return _load_parts(path, target, wanted)
+    host, meta = _load_whole(path, target)
+    return assembly_of(host), meta
+
+
+def digest_of(path: Path, target: Host) -> str:
+    """The digest of all of a checkpoint, whoever holds which part of it; see `digests`."""
+    return digests(load(path, target)[0])[2]
+
+
+def _whole(held: Assembly, target: Host) -> Host:
+    leaves = [held.read(name, whole(leaf.shape)) for name, leaf in named_leaves(target)]
+    return jax.tree.unflatten(jax.tree.structure(target), leaves)
+
+
+def _load_parts(path: Path, target: Host, wanted: Wanted | None) -> tuple[Assembly, Meta]:
+    metas = _read_metas(path)
+    found = {one["name"]: one["form"] for _, meta in metas for one in meta["pieces"]}
+    _check_forms(path, found, target)
+    pieces: list[Piece] = []
+    for own, meta in _needed(metas, wanted):
+        entries = meta["pieces"]
+        blank = {one["key"]: _blank(parse_form(one["form"])[0], _index(one)) for one in entries}
+        try:
+            state = _read_state(own, blank)
+        except Exception as error:
+            raise CheckpointRejected(path, _reason(f"{own.name} cannot be read", error)) from error
+        for one in entries:
+            name, index, values = one["name"], _index(one), state[one["key"]]
+            if not is_needed(name, index, wanted):
+                continue
+            if _sha256(values) != one["sha256"]:
+                text = f"leaf {name} of {own.name} has another digest than when saved"
+                raise CheckpointRejected(path, text)
+            shape = parse_form(one["form"])[1]
+            pieces.append(Piece(name=name, shape=shape, index=index, values=values))
+    rest = {name: value for name, value in metas[0][1].items() if name != "pieces"}
+    return Assembly(pieces), rest
+
+
+def _read_metas(path: Path) -> list[tuple[Path, Meta]]:
+    """Folder and meta of every part; raises `CheckpointRejected` if one is not there."""
+    folders = {one.name: one for one in path.iterdir() if one.is_dir()}
+    parts = max(int(name.rpartition("-")[2]) for name in folders if _PART.fullmatch(name))
+    found = []
+    for part in range(parts):
+        own = folders.get(_part_name(part, parts))
+        if own is None:
+            raise CheckpointRejected(path, f"{_part_name(part, parts)} is missing")
+        try:
+            meta = _read_meta(own)
+            step = int(meta["step"])
+            for one in meta["pieces"]:
+                str(one["key"]), str(one["form"]), _index(one), str(one["sha256"])
+        except Exception as error:
+            text = _reason(f"the meta item of {own.name} cannot be read", error)
+            raise CheckpointRejected(path, text) from error
+        if path.name != str(step):
+            raise CheckpointRejected(path, f"the meta item of {own.name} says step {step}")
+        found.append((own, meta))
+    return found
+
+
+def _needed(metas: list[tuple[Path, Meta]], wanted: Wanted | None) -> list[tuple[Path, Meta]]:
+    """One part that holds all that is wanted, else every part."""
+    for own, meta in metas:
+        held = ((one["name"], _index(one)) for one in meta["pieces"])
+        if wanted is not None and holds_all(held, wanted):
+            return [(own, meta)]
+    return metas
+
+
+def _index(entry: Mapping[str, Any]) -> Index:
+    return tuple((int(start), int(stop)) for start, stop in entry["index"])
+
+
+def _blank(dtype: Any, index: Index) -> Any:
+    return np.broadcast_to(np.zeros((), dtype), extent(index))
+
+
+def _load_whole(path: Path, target: Host) -> tuple[Host, Meta]:
     try:
         meta = _read_meta(path)
         saved: dict[str, str] = meta["leaves"]
@@ -185,9 +366,9 @@ def load(path: Path, target: Host) -> tuple[Host, Meta]:
     except Exception as error:
         raise CheckpointRejected(path, _reason("its arrays cannot be read", error)) from error
     found, forms, _ = digests(host)
-    for name, form in saved.items():
-        if forms.get(name) != form:
-            raise CheckpointRejected(path, f"leaf {name} is {forms.get(name)}, saved as {form}")
+    for name, kind in saved.items():
+        if forms.get(name) != kind:
+            raise CheckpointRejected(path, f"leaf {name} is {forms.get(name)}, saved as {kind}")
         if found[name] != by_leaf[name]:
             raise CheckpointRejected(path, f"leaf {name} has another digest than when saved")
     return host, meta
@@ -209,7 +390,7 @@ def import_orbax() -> None:
 
 
 def _check_forms(path: Path, saved: dict[str, str], target: Host) -> None:
-    wanted = {name: _form(leaf) for name, leaf in named_leaves(target)}
+    wanted = {name: form(leaf.dtype, leaf.shape) for name, leaf in named_leaves(target)}
     for name in sorted(set(wanted) | set(saved)):
         if wanted.get(name) != saved.get(name):
             raise TaskError(
@@ -219,25 +400,21 @@ def _check_forms(path: Path, saved: dict[str, str], target: Host) -> None:
             )
 
 
-def _form(leaf: Any) -> str:
-    return f"{leaf.dtype.name}[{','.join(str(one) for one in leaf.shape)}]"
-
-
-def _blank(leaf: Any) -> Any:
-    return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
-
-
 def _reason(what: str, error: Exception) -> str:
     return f"{what}: {type(error).__name__}: {str(error)[:500]}"
 
 
 def _checkpointer() -> Any:
-    """A checkpointer of this process alone, whatever its rank."""
+    """A checkpointer that takes this process for the only one, whatever its rank."""
     import orbax.checkpoint as ocp
+    from orbax.checkpoint._src.multihost import multihost
 
-    rank = jax.process_index()
+    # Orbax (0.12.8) writes numpy arrays on process 0 only, without a word on the others, and
+    # tells through JAX's coordinator, by a mere count of saves, which folders it has made.
+    multihost.process_index, multihost.process_count = _zero, _one
+    multihost.is_jax_distributed_client_initialized = _no
     alone = ocp.options.MultiprocessingOptions(
-        primary_host=rank, active_processes={rank}, barrier_sync_key_prefix=f"rank-{rank}"
+        primary_host=0, active_processes={0}, barrier_sync_key_prefix="alone"
     )
     atomicity = ocp.options.AtomicityOptions(mode=ocp.options.AtomicityMode.COMMIT_FILE)
     handler = ocp.CompositeCheckpointHandler(
@@ -250,6 +427,18 @@ def _checkpointer() -> Any:
     return ocp.Checkpointer(handler, multiprocessing_options=alone, atomicity_options=atomicity)
 
 
+def _zero() -> int:
+    return 0
+
+
+def _one() -> int:
+    return 1
+
+
+def _no() -> bool:
+    return False
+
+
 def _write(path: Path, host: Host, meta: Meta) -> None:
     import orbax.checkpoint as ocp
 
@@ -258,6 +447,27 @@ def _write(path: Path, host: Host, meta: Meta) -> None:
         path,
         args=ocp.args.Composite(state=ocp.args.StandardSave(host), meta=ocp.args.JsonSave(meta)),
     )
+
+
+def _committed(step: int, path: Path, started: float) -> Committed:
+    size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+    seconds = time.monotonic() - started
+    return Committed(step=step, path=str(path), seconds=seconds, bytes=size)
+
+
+def _part_name(part: int, parts: int) -> str:
+    return f"part-{part}-of-{parts}"
+
+
+def _sha256(values: Any) -> str:
+    return hashlib.sha256(np.ascontiguousarray(values).tobytes()).hexdigest()
+
+
+def _mark(path: Path) -> None:
+    """A file that says something by being there, on the disk itself."""
+    path.write_text("done\n")
+    _fsync(path)
+    _fsync(path.parent)
 
 
 def _discard(path: Path) -> None:
@@ -277,7 +487,7 @@ def _read_meta(path: Path) -> Meta:
 def _read_state(path: Path, target: Host) -> Host:
     import orbax.checkpoint as ocp
 
-    blank = jax.tree.map(_blank, target)
+    blank = jax.tree.map(lambda leaf: _blank(leaf.dtype, whole(leaf.shape)), target)
     restored = _checkpointer().restore(
         path, args=ocp.args.Composite(state=ocp.args.StandardRestore(blank))
     )

@@ -6,12 +6,13 @@ neither jax nor Ray: the supervisor reads these too.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, field_validator
 
-from trainer.settings import Relation, Section
+from trainer.settings import Relation, Section, SettingsError
 
 TASK_OF_THE_HOUSE = "language_model"
 
@@ -21,16 +22,44 @@ def _as_tuple(value: object) -> object:
 
 
 class MeshSettings(Section):
-    """How the devices of all workers are arranged; -1 takes all that there are."""
+    """How the devices of all workers are arranged: dp by fsdp by tp; one of them may be -1."""
 
-    dp: int = Field(default=-1, ge=-1, description="data-parallel replicas; -1 = one a device")
+    dp: int = Field(
+        default=-1, ge=-1, description="replicas of the model; -1 = as many as devices are left"
+    )
+    fsdp: int = Field(
+        default=1, ge=-1, description="parts of the state, gathered as they are needed"
+    )
+    tp: int = Field(default=1, ge=-1, description="parts of each matrix; within a node, if you can")
 
-    @field_validator("dp")
+    @field_validator("dp", "fsdp", "tp")
     @classmethod
-    def _some(cls, dp: int) -> int:
-        if dp == 0:
-            raise ValueError("must be -1 (all devices) or a positive number")
-        return dp
+    def _some(cls, size: int) -> int:
+        if size == 0:
+            raise ValueError("must be -1 (what is left) or a positive number")
+        return size
+
+    def relations(self) -> Iterator[Relation]:
+        """One axis takes what the others leave."""
+        free = tuple(name for name in ("dp", "fsdp", "tp") if getattr(self, name) == -1)
+        if len(free) > 1:
+            yield Relation(keys=free, message="only one of them can be -1 (what is left)")
+
+    def sizes(self, devices: int) -> tuple[int, int, int]:
+        """dp, fsdp and tp over so many devices.
+
+        Raises `SettingsError` where they do not come out even.
+        """
+        given = (self.dp, self.fsdp, self.tp)
+        fixed = math.prod(size for size in given if size != -1)
+        dp, fsdp, tp = (devices // fixed if size == -1 else size for size in given)
+        if dp * fsdp * tp != devices:
+            raise SettingsError(
+                f"[trainer.mesh] dp = {self.dp}, fsdp = {self.fsdp}, tp = {self.tp}: the workers "
+                f"have {devices} devices in all; make the product {devices}, with -1 for what is "
+                "left"
+            )
+        return dp, fsdp, tp
 
 
 class ModelSettings(Section):

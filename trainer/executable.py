@@ -198,7 +198,10 @@ def _forget_old(folder: Path) -> None:
 
 def _described(tree: Any) -> list[list[str]]:
     """Structure and form of a pytree of shapes; keys of another generator are another dtype."""
-    leaves = [[name, str(leaf.dtype), str(leaf.shape)] for name, leaf in named_leaves(tree)]
+    leaves = [
+        [name, str(leaf.dtype), str(leaf.shape), str(leaf.sharding)]
+        for name, leaf in named_leaves(tree)
+    ]
     return [[str(jax.tree.structure(tree))], *leaves]
 
 

@@ -11,17 +11,19 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from trainer import checkpoint, executable, snapshot, step
 from trainer.checkpoint import Committed, SaveFailed
 from trainer.config import CheckpointSettings
 from trainer.environment import describe_environment, differences
 from trainer.heartbeat import Beat
+from trainer.pieces import Assembly, extent, form
 from trainer.snapshot_writer import Interval, SnapshotContext, SnapshotFailed, SnapshotWriter
 from trainer.spec import RestorePoint, Snapshots
 from trainer.task import Context, State, Task, load_task
@@ -63,6 +65,9 @@ class Finish:
     facts: Mapping[str, Any]
 
 
+_AGREED_EARLY, _AGREED_EVERY = (8, 16, 32), 64
+"""At which of its steps a generation agrees on how often "auto" takes snapshots in parts."""
+
 Outcome = Committed | SaveFailed | Interval | SnapshotFailed
 
 
@@ -101,16 +106,18 @@ class ModelTrainer:
         self._job_dir, self._beat, self._restore_from = job_dir, beat, restore_from
         self._on_outcome = on_outcome
         self._executables = executables
-        self._snapshots = snapshots if context.local_rank == 0 else None
+        self._snapshots = snapshots
         self._writer: SnapshotWriter | None = None
         self._saver: checkpoint.Saver | None = None
         self._leads = context.rank == 0
+        self._steps_here = 0
         self._progress = _Progress()
         self._state: State = None
 
     def connect(self) -> None:
         """Find all devices and connect this rank with the others; waits for them."""
         self._layout = step.make_layout(self._settings.mesh)
+        self._context = replace(self._context, feed=self._layout.feed)
 
     def prepare(self) -> Ready:
         """Load the task, compile, and load the starting state."""
@@ -127,6 +134,7 @@ class ModelTrainer:
         threading.Thread(target=checkpoint.import_orbax, name="import", daemon=True).start()
         self._programs = self._load_or_compile()
         self._blank = step.host_shapes(self._programs)
+        self._wanted = step.wanted(self._programs)
 
     def _load_or_compile(self) -> step.Programs:
         shapes = step.shapes_of(self._task, self._layout, self._settings.seed)
@@ -144,7 +152,10 @@ class ModelTrainer:
         """
         if self._layout.mesh.devices.flat[0].platform != "cpu":
             return
-        state = step.place_state(self._programs, self._blank)
+        blank = dict(step.named_leaves(self._blank))
+        state = step.place_state(
+            self._programs, lambda name, index: np.zeros(extent(index), blank[name].dtype)
+        )
         batch = step.place_rows(self._layout, self._task.batch(0))
         _, metrics = self._programs.train(state, batch)
         _number(metrics["loss"])
@@ -157,9 +168,15 @@ class ModelTrainer:
         """
         self._beat.enter("restore")
         changed = self._restore(point)
-        if self._leads and self._saver is None:
-            generation = self._context.generation
-            self._saver = checkpoint.Saver(self._job_dir, generation, self._on_outcome)
+        parts = self._layout.parts
+        if self._context.rank < parts and self._saver is None:
+            self._saver = checkpoint.Saver(
+                self._job_dir,
+                self._context.generation,
+                self._on_outcome,
+                part=self._context.rank,
+                parts=parts,
+            )
         return Ready(
             step=self._progress.done,
             environment=self._environment,
@@ -192,22 +209,29 @@ class ModelTrainer:
         done = self._progress.done
         self._beat.enter("checkpoint")
         if self._saver is not None:
-            self._saver.save(done, step.to_host(self._state), self._meta())
+            hold = step.to_host if self._layout.parts == 1 else step.host_pieces
+            self._saver.save(done, hold(self._state), self._meta())
             if wait:
                 self._saver.require(done)
         return done
 
     def finish(self) -> Finish:
         """Save the final state, wait for it, and sum up."""
-        self.save(wait=True)
-        _, _, total = checkpoint.digests(step.to_host(self._state))
+        done = self.save(wait=True)
         return Finish(
-            step=self._progress.done,
-            params_digest=total,
+            step=done,
+            params_digest=self._digest(done),
             loss=self._progress.loss,
             held_out_loss=self._progress.held_out_loss,
             facts=self._facts,
         )
+
+    def _digest(self, done: int) -> str:
+        """Of a state in parts only rank 0 says it, out of what all have saved."""
+        if self._layout.parts == 1:
+            return checkpoint.digests(step.to_host(self._state))[2]
+        path = checkpoint.directory_of(self._job_dir, self._context.generation, done)
+        return checkpoint.digest_of(path, self._blank) if self._leads else ""
 
     def _step(self, index: int) -> StepReport:
         started = time.monotonic()
@@ -264,11 +288,25 @@ class ModelTrainer:
         """Keep the state in shared memory, where it is due, before the next step consumes it."""
         if self._snapshots is None:
             return
-        if self._writer is None:
+        parts = self._layout.parts
+        if self._writer is None and self._context.local_rank < parts:
             self._writer = self._start_snapshots(self._snapshots)
-        if self._writer.due(self._progress.done, step_s):
-            leaves, volatile = step.snapshot_leaves(self._state)
-            self._writer.take(self._progress.done, leaves, self._meta(), volatile=volatile)
+        if parts > 1 and self._snapshots.every_steps == "auto":
+            self._agree_on_interval()
+        if self._writer is not None and self._writer.due(self._progress.done, step_s):
+            pieces, volatile = step.snapshot_pieces(self._state)
+            self._writer.take(self._progress.done, pieces, self._meta(), volatile=volatile)
+
+    def _agree_on_interval(self) -> None:
+        """All ranks, at the same steps: parts of a snapshot count when they are of one step."""
+        self._steps_here += 1
+        if self._steps_here in _AGREED_EARLY or self._steps_here % _AGREED_EVERY == 0:
+            mine = 1 if self._writer is None else self._writer.interval
+            interval = step.largest(self._layout, mine)
+            if self._writer is not None:
+                self._writer.follow(interval)
+        elif self._steps_here == 1 and self._writer is not None:
+            self._writer.follow(1)
 
     def _start_snapshots(self, snapshots: Snapshots) -> SnapshotWriter:
         context = self._context
@@ -284,7 +322,9 @@ class ModelTrainer:
                 generation=context.generation,
                 rank=context.rank,
                 world_size=context.world_size,
-                replica=context.node_rank,
+                replica=context.rank // self._layout.parts,
+                part=context.rank % self._layout.parts,
+                parts=self._layout.parts,
             ),
             every if isinstance(every, int) else "auto",
             on_published=published,
@@ -295,22 +335,32 @@ class ModelTrainer:
     def _restore(self, point: Path | RestorePoint | None) -> tuple[str, ...]:
         if point is None:
             self._progress = _Progress()
-            self._state = step.initial_state(self._task, self._layout, self._settings.seed)
+            self._state = step.initial_state(self._task, self._programs, self._settings.seed)
             jax.block_until_ready(self._state)  # type: ignore[no-untyped-call]
             return ()
         if isinstance(point, RestorePoint) and point.kind == "snapshot":
-            run = str(self._job_dir)
-            host, meta = snapshot.load(point.path, point.generation, point.step, self._blank, run)
+            held, meta = self._load_snapshot(point)
         else:
             path = Path(point.path) if isinstance(point, RestorePoint) else point
-            host, meta = checkpoint.load(path, self._blank)
-        self._state = step.place_state(self._programs, host)
+            held, meta = checkpoint.load_pieces(path, self._blank, self._wanted)
+        self._state = step.place_state(self._programs, held.read)
         self._progress = _Progress(
             done=int(meta["step"]), loss=meta.get("loss"), held_out_loss=meta.get("held_out_loss")
         )
         self._beat.loss = self._progress.loss
         self._beat.held_out_loss = self._progress.held_out_loss
         return self._compare(meta)
+
+    def _load_snapshot(self, point: RestorePoint) -> tuple[Assembly, Mapping[str, Any]]:
+        leaves = step.named_leaves(self._blank)
+        return snapshot.load_pieces(
+            point.path,
+            point.generation,
+            point.step,
+            forms={name: form(leaf.dtype, leaf.shape) for name, leaf in leaves},
+            wanted=self._wanted,
+            run=str(self._job_dir),
+        )
 
     def _compare(self, meta: Mapping[str, Any]) -> tuple[str, ...]:
         """What is not as it was when the restore point was saved."""
@@ -327,6 +377,7 @@ class ModelTrainer:
         return {
             "step": self._progress.done,
             "next_batch": self._progress.done * self._programs.batch_rows,
+            "position": dict(self._task.position(self._progress.done)),
             "generation": self._context.generation,
             "world_size": self._context.world_size,
             "seed": self._settings.seed,

@@ -4,7 +4,8 @@ The format, and the reading of it; `trainer.snapshot_writer` writes. No jax at i
 daemon list snapshots too. Which one counts is not known here, that is the supervisor's to say.
 
 A rank owns three data buffers. A manifest, published by rename when the copy is complete, names the
-buffer, and is removed before that buffer is written again: what is listed is whole.
+buffer, and is removed before that buffer is written again: what is listed is whole. Where ranks
+hold parts of a state, each publishes its own, and a step counts when all parts of it are there.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import os
 import re
 import stat
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,23 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from trainer.pieces import (
+    Assembly,
+    Index,
+    NotHeld,
+    Piece,
+    Wanted,
+    check_forms,
+    extent,
+    form,
+    holds_all,
+    is_needed,
+    parse_form,
+    whole,
+)
+
 SHARED_MEMORY = Path("/dev/shm")
-VERSION = 1
+VERSION = 2
 _MANIFEST_LIMIT = 1 << 24  # bytes
 _DIRECTORY = re.compile(r"everstep-(\d+)-[0-9a-f]{16}")
 _MANIFEST = re.compile(r"g(\d+)-s(\d+)-r(\d+)\.json")
@@ -84,12 +100,20 @@ def list_snapshots(directory: Path | str) -> list[SnapshotInfo]:
     return sorted(found, key=lambda info: (-info.step, -info.generation, info.replica, info.part))
 
 
-def load_leaves(
-    directory: Path | str, generation: int, step: int, run: str | None = None
-) -> tuple[dict[str, tuple[str, NDArray[np.uint8]]], Meta]:
-    """Form and bytes of each leaf, verified, and the meta; tries every replica that is here.
+def load_pieces(
+    directory: Path | str,
+    generation: int,
+    step: int,
+    *,
+    forms: Mapping[str, str] | None = None,
+    wanted: Wanted | None = None,
+    run: str | None = None,
+) -> tuple[Assembly, Meta]:
+    """What is wanted of each leaf (None: all), verified, and the meta.
 
-    Raises `SnapshotRejected` that names what is wrong with each.
+    Tries every rank that holds it all, then every replica with all its parts. Every byte that is
+    used is copied and its checksum verified. Raises `SnapshotRejected` that names what is wrong
+    with each.
     """
     directory = Path(directory)
     wrong: list[str] = []
@@ -97,37 +121,52 @@ def load_leaves(
         check_directory(directory)
     except (OSError, SnapshotError) as error:
         raise SnapshotRejected(directory, str(error)) from error
+    bodies: list[tuple[Path, dict[str, Any]]] = []
     for path in sorted(directory.glob(f"g{generation}-s{step}-r*.json")):
         try:
-            return _load_part(path, generation, step, run)
+            body = _read_manifest(path)
+            if run is not None and body["run"] != run:
+                raise SnapshotRejected(path, f"it belongs to another run, {body['run']}")
+            bodies.append((path, body))
         except SnapshotRejected as error:
             wrong.append(f"{path.name}: {error.reason}")
-    text = "; ".join(wrong) or f"no snapshot of generation {generation}, step {step} is here"
+    for chosen in _choices(bodies, wanted):
+        try:
+            found = {leaf["name"]: leaf["form"] for _, body in chosen for leaf in body["leaves"]}
+            if forms is not None and (flaw := check_forms(found, forms)):
+                raise SnapshotRejected(chosen[0][0], flaw)
+            pieces = [piece for path, body in chosen for piece in _pieces(path, body, wanted)]
+            return Assembly(pieces), dict(chosen[0][1]["meta"])
+        except SnapshotRejected as error:
+            wrong.append(f"{Path(error.path).name}: {error.reason}")
+    text = "; ".join(wrong)
+    if not wrong and bodies:
+        body = bodies[0][1]
+        there = sorted({int(one["part"]) for _, one in bodies})
+        text = f"of its {body['parts']} parts only {there} are here"
+    text = text or f"no snapshot of generation {generation}, step {step} is here"
     raise SnapshotRejected(directory, text)
 
 
 def load(
     directory: Path | str, generation: int, step: int, target: Any, run: str | None = None
 ) -> tuple[Any, Meta]:
-    """Read a snapshot for a state like `target` (numpy arrays; their values do not matter).
+    """Read all of a snapshot for a state like `target` (numpy arrays; values do not matter).
 
-    Every byte is copied and its checksum verified. Raises `SnapshotRejected`.
+    Raises `SnapshotRejected`.
     """
     import jax
 
     from trainer.step import named_leaves
 
-    found, meta = load_leaves(directory, generation, step, run)
-    wanted = {name: form_of(leaf) for name, leaf in named_leaves(target)}
-    for name in sorted(set(wanted) | set(found)):
-        form = found[name][0] if name in found else "missing"
-        if wanted.get(name, "missing") != form:
-            text = f"leaf {name} is {form} in it, {wanted.get(name, 'missing')} in the state"
-            raise SnapshotRejected(directory, text)
-    leaves = [
-        found[name][1].view(leaf.dtype).reshape(leaf.shape) for name, leaf in named_leaves(target)
-    ]
-    return jax.tree.unflatten(jax.tree.structure(target), leaves), meta
+    leaves = dict(named_leaves(target))
+    forms = {name: form(leaf.dtype, leaf.shape) for name, leaf in leaves.items()}
+    held, meta = load_pieces(directory, generation, step, forms=forms, run=run)
+    try:
+        values = [held.read(name, whole(leaf.shape)) for name, leaf in leaves.items()]
+    except NotHeld as error:
+        raise SnapshotRejected(directory, str(error)) from error
+    return jax.tree.unflatten(jax.tree.structure(target), values), meta
 
 
 def discard(directory: Path | str, generation: int, step: int) -> None:
@@ -159,10 +198,6 @@ def sweep(directory: Path | str) -> None:
 
 def crc32(values: NDArray[np.uint8]) -> int:
     return zlib.crc32(values.data)
-
-
-def form_of(leaf: Any) -> str:
-    return f"{leaf.dtype.name}[{','.join(str(one) for one in leaf.shape)}]"
 
 
 def check_directory(directory: Path) -> None:
@@ -202,29 +237,44 @@ def _info(body: Mapping[str, Any], path: Path) -> SnapshotInfo:
     return SnapshotInfo(path=path, **{name: int(body[name]) for name in numbers})
 
 
-def _load_part(
-    path: Path, generation: int, step: int, run: str | None
-) -> tuple[dict[str, tuple[str, NDArray[np.uint8]]], Meta]:
-    body = _read_manifest(path)
-    if (body["generation"], body["step"]) != (generation, step):
-        raise SnapshotRejected(path, f"it is of {body['generation']}, step {body['step']}")
-    if run is not None and body["run"] != run:
-        raise SnapshotRejected(path, f"it belongs to another run, {body['run']}")
-    if body["parts"] != 1:
-        raise SnapshotRejected(path, f"it is one of {body['parts']} parts")
-    data = np.empty(body["bytes"], np.uint8)
+_Chosen = list[tuple[Path, dict[str, Any]]]
+
+
+def _choices(bodies: _Chosen, wanted: Wanted | None) -> Iterator[_Chosen]:
+    """Manifests that together hold what is wanted: one alone, then whole replicas."""
+    replicas: dict[int, _Chosen] = {}
+    for path, body in bodies:
+        replicas.setdefault(int(body["replica"]), []).append((path, body))
+        held = ((leaf["name"], _index(leaf)) for leaf in body["leaves"])
+        if body["parts"] == 1 or (wanted is not None and holds_all(held, wanted)):
+            yield [(path, body)]
+    for chosen in replicas.values():
+        parts = {int(body["part"]) for _, body in chosen}
+        if len(chosen) > 1 and parts == set(range(int(chosen[0][1]["parts"]))):
+            yield chosen
+
+
+def _index(leaf: Mapping[str, Any]) -> Index:
+    return tuple((int(start), int(stop)) for start, stop in leaf["index"])
+
+
+def _pieces(path: Path, body: Mapping[str, Any], wanted: Wanted | None) -> Iterator[Piece]:
     try:
         with (path.parent / Path(body["data"]).name).open("rb", buffering=0) as file:
-            if file.readinto(data.data) != len(data):
-                raise SnapshotRejected(path, "its data is shorter than written")
-        found: dict[str, tuple[str, NDArray[np.uint8]]] = {}
-        for leaf in body["leaves"]:
-            values = data[leaf["offset"] : leaf["offset"] + leaf["bytes"]]
-            if len(values) != leaf["bytes"] or crc32(values) != leaf["crc32"]:
-                text = f"leaf {leaf['name']} has another checksum than when written"
-                raise SnapshotRejected(path, text)
-            found[leaf["name"]] = (leaf["form"], values)
-        return found, dict(body["meta"])
+            for leaf in body["leaves"]:
+                name, index = leaf["name"], _index(leaf)
+                if not is_needed(name, index, wanted):
+                    continue
+                data = np.empty(leaf["bytes"], np.uint8)
+                file.seek(leaf["offset"])
+                if file.readinto(data.data) != len(data):
+                    raise SnapshotRejected(path, "its data is shorter than written")
+                if crc32(data) != leaf["crc32"]:
+                    text = f"leaf {name} has another checksum than when written"
+                    raise SnapshotRejected(path, text)
+                kind, shape = parse_form(leaf["form"])
+                values = data.view(kind).reshape(extent(index))
+                yield Piece(name=name, shape=shape, index=index, values=values)
     except (OSError, KeyError, TypeError, ValueError) as error:
         text = f"its data cannot be read: {type(error).__name__}: {error}"
         raise SnapshotRejected(path, text) from error

@@ -25,7 +25,15 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.snapshot import FILE, VERSION, Meta, SnapshotError, check_directory, crc32, form_of
+from trainer.pieces import Index, Piece
+from trainer.snapshot import (
+    FILE,
+    VERSION,
+    Meta,
+    SnapshotError,
+    check_directory,
+    crc32,
+)
 
 BUFFERS = 3
 RETRY_S = 60.0
@@ -42,8 +50,8 @@ _MEASURED = 16  # takes that the typical cost is drawn from
 _SETTLED = 3  # takes after which the interval is told
 _STEPS_REMEMBERED = 64
 
-Leaves = Sequence[tuple[str, Any]]
-"""Name and array of each leaf, in tree order."""
+Leaves = Sequence[Piece]
+"""What this process holds of the state, in tree order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +129,7 @@ class SnapshotWriter:
         self._told: Interval | None = None
         self._failing = False
         self._retry_at = -math.inf
+        self._agreed: int | None = None
         self._idle = threading.Event()
         self._idle.set()
         self._work: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
@@ -147,12 +156,26 @@ class SnapshotWriter:
             return False
         if self._every_steps != "auto":
             return step % self._every_steps == 0
+        if self._agreed is not None:
+            return step % self._agreed == 0
         if self._last_step >= 0 and step - self._last_step < self._pace.interval:
             return False
         if not self._idle.is_set():
             self._skipped += 1
             return False
         return True
+
+    @property
+    def interval(self) -> int:
+        """What "auto" makes of what this process has seen."""
+        return self._pace.interval
+
+    def follow(self, interval: int) -> None:
+        """Take every so many steps by "auto" from now on, whatever this process has seen.
+
+        Parts of one snapshot are of one step: those who hold them must agree.
+        """
+        self._agreed = interval
 
     def take(self, step: int, leaves: Leaves, meta: Meta, *, volatile: bool) -> None:
         """Take the state; waits for the snapshot before this one to be published.
@@ -241,7 +264,8 @@ class SnapshotWriter:
         self._published += 1
         self._failing = False
         self._on_published(job.step)
-        if self._published == 2:
+        # Of parts, the others' are out as well by then: a copy waits for the one before it.
+        if self._published == (2 if context.parts == 1 else 4):
             self._remove_lower()
         spent = time.thread_time() - began
         self._pace.snapshot_cost(job.blocking_s, spent, age, new=job.new)
@@ -260,7 +284,7 @@ class SnapshotWriter:
     def _tell_interval(self) -> None:
         if self._every_steps != "auto" or self._pace.measured < _SETTLED:
             return
-        now = Interval(every_steps=self._pace.interval, cost_s=self._pace.cost_s())
+        now = Interval(every_steps=self._agreed or self._pace.interval, cost_s=self._pace.cost_s())
         if self._told is None or now.every_steps != self._told.every_steps:
             self._told = now
             self._on_outcome(now)
@@ -345,8 +369,10 @@ class _Pace:
 class _Layout:
     """Where each leaf lies in a buffer."""
 
+    keys: tuple[str, ...]
     names: tuple[str, ...]
     forms: tuple[str, ...]
+    indexes: tuple[Index, ...]
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     bytes: int
@@ -354,19 +380,21 @@ class _Layout:
     @classmethod
     def of(cls, leaves: Leaves) -> _Layout:
         offsets, end = [], 0
-        for _, leaf in leaves:
+        for piece in leaves:
             offsets.append(end)
-            end += -(-leaf.nbytes // _ALIGNMENT) * _ALIGNMENT
+            end += -(-piece.values.nbytes // _ALIGNMENT) * _ALIGNMENT
         return cls(
-            names=tuple(name for name, _ in leaves),
-            forms=tuple(form_of(leaf) for _, leaf in leaves),
+            keys=tuple(piece.key for piece in leaves),
+            names=tuple(piece.name for piece in leaves),
+            forms=tuple(piece.form for piece in leaves),
+            indexes=tuple(piece.index for piece in leaves),
             offsets=tuple(offsets),
-            sizes=tuple(leaf.nbytes for _, leaf in leaves),
+            sizes=tuple(piece.values.nbytes for piece in leaves),
             bytes=max(end, _ALIGNMENT),
         )
 
     def check(self, leaves: Leaves) -> None:
-        if [name for name, _ in leaves] != list(self.names):
+        if [piece.key for piece in leaves] != list(self.keys):
             raise SnapshotError("the state has other leaves than at the first snapshot")
 
 
@@ -397,19 +425,32 @@ class _Buffer:
 
     def fill(self, leaves: Leaves) -> None:
         """Copy the leaves in."""
-        for place, (_, leaf) in zip(self._places(), leaves, strict=True):
-            values = np.asarray(leaf)
+        for place, piece in zip(self._places(), leaves, strict=True):
+            values = np.asarray(piece.values)
             np.copyto(place.view(values.dtype).reshape(values.shape), values)
 
     def leaves(self) -> list[dict[str, Any]]:
         """Name, form, place and checksum of each leaf, for the manifest."""
         layout = self.layout
         columns = zip(
-            layout.names, layout.forms, layout.offsets, layout.sizes, self._places(), strict=True
+            layout.names,
+            layout.forms,
+            layout.indexes,
+            layout.offsets,
+            layout.sizes,
+            self._places(),
+            strict=True,
         )
         return [
-            {"name": name, "form": kind, "offset": offset, "bytes": size, "crc32": crc32(place)}
-            for name, kind, offset, size, place in columns
+            {
+                "name": name,
+                "form": kind,
+                "index": index,
+                "offset": offset,
+                "bytes": size,
+                "crc32": crc32(place),
+            }
+            for name, kind, index, offset, size, place in columns
         ]
 
     def _places(self) -> list[NDArray[np.uint8]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -17,7 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from trainer import sharding
 from trainer.config import MeshSettings
+from trainer.pieces import Assembly, Index, Piece, Read, index_of, whole
 from trainer.settings import SettingsError
 from trainer.task import Batch, State, Task, TaskError
 
@@ -27,11 +29,17 @@ Host = Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Where arrays lie: the state whole on every device, the rows of a batch spread over "dp"."""
+    """Where arrays lie, and what of them is this process's.
+
+    `parts` processes with ranks in a row hold one replica of the state together. `feed`: which of
+    how many equal parts of a batch's rows this process feeds.
+    """
 
     mesh: Mesh
     whole: NamedSharding
     rows: NamedSharding
+    parts: int
+    feed: tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,19 +76,26 @@ class Programs:
 def make_layout(settings: MeshSettings) -> Layout:
     """A mesh over all devices of all processes; the first use connects every rank with the others.
 
+    Devices are in the order of their ranks, "tp" innermost: parts of a matrix are neighbours.
     Raises `SettingsError` where the devices are not as many as asked for.
     """
     devices = jax.devices()
-    if settings.dp not in (-1, len(devices)):
-        raise SettingsError(
-            f"[trainer.mesh] dp = {settings.dp}: the workers have {len(devices)} devices in all; "
-            f"use -1 or {len(devices)}"
-        )
-    mesh = Mesh(np.array(devices), ("dp",))
+    dp, fsdp, tp = settings.sizes(len(devices))
+    own = len(devices) // jax.process_count()
+    for name, size in (("fsdp x tp", fsdp * tp), ("tp", tp)):
+        if size % own and own % size:
+            raise SettingsError(
+                f"[trainer.mesh] {name} = {size} and the {own} devices of a worker do not fit into "
+                "each other; make one a multiple of the other"
+            )
+    mesh = Mesh(np.array(devices).reshape(dp, fsdp, tp), sharding.AXES)
+    group = max(tp, own)
     layout = Layout(
         mesh=mesh,
         whole=NamedSharding(mesh, PartitionSpec()),
-        rows=NamedSharding(mesh, PartitionSpec("dp")),
+        rows=NamedSharding(mesh, PartitionSpec(sharding.ROWS)),
+        parts=max(1, fsdp * tp // own),
+        feed=(jax.process_index() * own // group, len(devices) // group),
     )
     _connect(layout)
     return layout
@@ -88,18 +103,30 @@ def make_layout(settings: MeshSettings) -> Layout:
 
 def _connect(layout: Layout) -> None:
     """A tiny all-reduce: ranks meet here, not minutes apart at their first step."""
-    local = np.ones(len(layout.mesh.local_devices), np.int32)
-    spread = jax.make_array_from_process_local_data(layout.rows, local)
-    total = jax.jit(lambda values: values.sum(), out_shardings=layout.whole)(spread)
-    if int(total) != layout.mesh.size:
-        raise RuntimeError(f"an all-reduce over {layout.mesh.size} devices gave {int(total)}")
+    size = layout.mesh.size
+    total = _reduce(layout, 1, jnp.sum)
+    if total != size:
+        raise RuntimeError(f"an all-reduce over {size} devices gave {total}")
+
+
+def largest(layout: Layout, value: int) -> int:
+    """The largest of what the processes give; all must call it, and wait for each other."""
+    return _reduce(layout, value, jnp.max)
+
+
+def _reduce(layout: Layout, value: int, function: Callable[[Any], Any]) -> int:
+    spread = NamedSharding(layout.mesh, PartitionSpec(sharding.AXES))
+    values = jax.make_array_from_callback(
+        (layout.mesh.size,), spread, lambda _: np.full(1, value, np.int32)
+    )
+    return int(jax.jit(function, out_shardings=layout.whole)(values))
 
 
 def shapes_of(task: Task, layout: Layout, seed: int) -> Shapes:
     """The shapes of the task's own state and batches; traces its `init`, computes nothing."""
     held_out = _abstract_batch(task.held_out_batch(0), layout) if task.evaluates else None
     return Shapes(
-        state=_abstract(jax.eval_shape(task.init, jax.random.key(seed)), layout.whole),
+        state=_abstract_state(task, layout, seed),
         batch=_abstract_batch(task.batch(0), layout),
         held_out=held_out,
     )
@@ -116,13 +143,15 @@ def compile_programs(task: Task, layout: Layout, seed: int) -> Programs:
 def compile_shapes(task: Task, layout: Layout, shapes: Shapes) -> Programs:
     """Trace and compile the task's functions for these shapes; see `compile_programs`."""
     _check_contract(shapes.state, jax.eval_shape(task.train_step, shapes.state, shapes.batch))
-    train = jax.jit(
-        task.train_step, donate_argnums=0, out_shardings=(layout.whole, layout.whole)
-    ).lower(shapes.state, shapes.batch)
-    evaluate = None
-    if shapes.held_out is not None:
-        lowered = jax.jit(task.evaluate, out_shardings=layout.whole)
-        evaluate = lowered.lower(shapes.state, shapes.held_out).compile()
+    places = jax.tree.map(lambda leaf: leaf.sharding, shapes.state)
+    with jax.set_mesh(layout.mesh):
+        train = jax.jit(
+            task.train_step, donate_argnums=0, out_shardings=(places, layout.whole)
+        ).lower(shapes.state, shapes.batch)
+        evaluate = None
+        if shapes.held_out is not None:
+            lowered = jax.jit(task.evaluate, out_shardings=layout.whole)
+            evaluate = lowered.lower(shapes.state, shapes.held_out).compile()
     return Programs(
         layout=layout,
         state=shapes.state,
@@ -132,62 +161,172 @@ def compile_shapes(task: Task, layout: Layout, shapes: Shapes) -> Programs:
     )
 
 
-def initial_state(task: Task, layout: Layout, seed: int) -> State:
-    """The state of step 0, drawn on the devices from the seed alone."""
-    return jax.jit(task.init, out_shardings=layout.whole)(jax.random.key(seed))
+def initial_state(task: Task, programs: Programs, seed: int) -> State:
+    """The state of step 0: drawn from the seed alone where it lies, or read part by part.
+
+    Raises `TaskError` where the task's own values are not of the form of its state.
+    """
+    given = dict(task.initial_values())
+    leaves = dict(named_leaves(programs.state))
+    for name, values in given.items():
+        form = [(one.shape, one.dtype) for one in (values, leaves[name])] if name in leaves else []
+        if not form or form[0] != form[1]:
+            raise TaskError(
+                f"initial_values: {name} is {values.dtype}{list(values.shape)}, in the state "
+                + (f"{form[1][1]}{list(form[1][0])}" if form else "there is no such leaf")
+            )
+
+    def rest(key: Any) -> list[Any]:
+        return [leaf for name, leaf in named_leaves(task.init(key)) if name not in given]
+
+    places = [leaf.sharding for name, leaf in leaves.items() if name not in given]
+    with jax.set_mesh(programs.layout.mesh):
+        drawn = iter(jax.jit(rest, out_shardings=places)(jax.random.key(seed)))
+    return jax.tree.unflatten(
+        jax.tree.structure(programs.state),
+        [
+            _place(leaf, functools.partial(_read, given[name])) if name in given else next(drawn)
+            for name, leaf in leaves.items()
+        ],
+    )
 
 
 def place_rows(layout: Layout, local: Batch) -> Batch:
     """One global batch out of the rows that each rank holds (numpy)."""
-    return jax.tree.map(
-        lambda rows: jax.make_array_from_process_local_data(layout.rows, np.asarray(rows)), local
+    part, parts = layout.feed
+
+    def place(rows: Any) -> Any:
+        rows = np.asarray(rows)
+        first, count = part * len(rows), parts * len(rows)
+
+        def own(index: Any) -> Any:
+            start, stop, _ = index[0].indices(count)
+            return rows[start - first : stop - first]
+
+        return jax.make_array_from_callback((count, *rows.shape[1:]), layout.rows, own)
+
+    return jax.tree.map(place, local)
+
+
+def place_state(programs: Programs, read: Read) -> State:
+    """A state on the devices; `read` gives what each of ours is to hold."""
+    return jax.tree.unflatten(
+        jax.tree.structure(programs.state),
+        [
+            _place(leaf, functools.partial(read, name))
+            for name, leaf in named_leaves(programs.state)
+        ],
     )
 
 
-def place_state(programs: Programs, host: Host) -> State:
-    """A state on the devices, out of a host copy that every rank holds in whole."""
-
-    def place(target: Any, values: Any) -> Any:
-        data = np.asarray(values)
-        placed = jax.make_array_from_callback(
-            data.shape, programs.layout.whole, lambda index: data[index]
+def wanted(programs: Programs) -> dict[str, tuple[Index, ...]]:
+    """What this process's devices hold of each leaf."""
+    return {
+        name: tuple(
+            dict.fromkeys(
+                index_of(slices, leaf.shape)
+                for slices in leaf.sharding.addressable_devices_indices_map(leaf.shape).values()
+            )
         )
-        if jnp.issubdtype(target.dtype, jax.dtypes.prng_key):
-            return jax.random.wrap_key_data(placed, impl=_implementation(target.dtype))
-        return placed
-
-    return jax.tree.map(place, programs.state, host)
+        for name, leaf in ((name, _plain(leaf)) for name, leaf in named_leaves(programs.state))
+    }
 
 
 def to_host(state: State) -> Host:
-    """A copy of the state that later steps cannot touch, though they consume the original."""
-    return jax.tree.map(lambda leaf: np.array(_bits(leaf).addressable_data(0), copy=True), state)
+    """A copy of a state that this process holds in whole; later steps cannot touch it."""
+
+    def copy(leaf: Any) -> Any:
+        bits = _bits(leaf)
+        if bits.sharding.is_fully_replicated:
+            return np.array(bits.addressable_data(0), copy=True)
+        values = np.empty(bits.shape, bits.dtype)
+        for shard in bits.addressable_shards:
+            values[shard.index] = np.asarray(shard.data)
+        return values
+
+    return jax.tree.map(copy, state)
 
 
-def snapshot_leaves(state: State) -> tuple[list[tuple[str, Any]], bool]:
-    """Name and array of each leaf, for a snapshot, and whether the next step takes them away.
+def pieces_of(state: State) -> list[Piece]:
+    """What this process holds of the state, each part once, in tree order; jax arrays."""
+    found = []
+    for name, leaf in named_leaves(state):
+        bits = _bits(leaf)
+        if bits.sharding.is_fully_replicated:
+            parts = {whole(bits.shape): bits.addressable_data(0)}
+        else:
+            parts = {
+                index_of(shard.index, bits.shape): shard.data for shard in bits.addressable_shards
+            }
+        found += [
+            Piece(name=name, shape=bits.shape, index=index, values=values)
+            for index, values in parts.items()
+        ]
+    return found
+
+
+def host_pieces(state: State) -> list[Piece]:
+    """`pieces_of` as a copy on the host, that later steps cannot touch."""
+    return [replace(piece, values=np.array(piece.values, copy=True)) for piece in pieces_of(state)]
+
+
+def snapshot_pieces(state: State) -> tuple[list[Piece], bool]:
+    """What this process holds, for a snapshot, and whether the next step takes it away.
 
     On CPU these are views of the state itself, to be copied and dropped before the next step; on
     accelerators they are copies on the device, already on their way to the host.
     """
-    flat = [(name, _bits(leaf).addressable_data(0)) for name, leaf in named_leaves(state)]
-    if all(one.device.platform == "cpu" for _, one in flat):
-        return [(name, np.asarray(one)) for name, one in flat], True
-    copies = [(name, jnp.copy(one)) for name, one in flat]
-    for _, one in copies:
-        one.copy_to_host_async()
+    pieces = pieces_of(state)
+    if all(piece.values.device.platform == "cpu" for piece in pieces):
+        return [replace(piece, values=np.asarray(piece.values)) for piece in pieces], True
+    copies = [replace(piece, values=jnp.copy(piece.values)) for piece in pieces]
+    for piece in copies:
+        piece.values.copy_to_host_async()
     return copies, False
+
+
+def assembly_of(host: Host) -> Assembly:
+    """A host copy as pieces to read from."""
+    return Assembly(
+        Piece(name=name, shape=leaf.shape, index=whole(leaf.shape), values=leaf)
+        for name, leaf in named_leaves(host)
+    )
 
 
 def host_shapes(programs: Programs) -> Host:
     """What `to_host` gives for a state of these programs: numpy arrays that cost no memory."""
+    return jax.tree.map(
+        lambda leaf: np.broadcast_to(np.zeros((), _plain(leaf).dtype), _plain(leaf).shape),
+        programs.state,
+    )
 
-    def blank(target: Any) -> Any:
-        if jnp.issubdtype(target.dtype, jax.dtypes.prng_key):
-            target = jax.eval_shape(jax.random.key_data, target)
-        return np.broadcast_to(np.zeros((), target.dtype), target.shape)
 
-    return jax.tree.map(blank, programs.state)
+def _place(target: Any, read: Callable[[Index], Any]) -> Any:
+    plain = _plain(target)
+
+    def part(index: Any) -> Any:
+        return read(index_of(index, plain.shape))
+
+    placed = jax.make_array_from_callback(plain.shape, plain.sharding, part)
+    if plain is not target:
+        return jax.random.wrap_key_data(placed, impl=_implementation(target.dtype))
+    return placed
+
+
+def _plain(target: Any) -> Any:
+    """The form of a leaf on the host: of random keys, that of their bits."""
+    if not jnp.issubdtype(target.dtype, jax.dtypes.prng_key):
+        return target
+    bits = jax.eval_shape(jax.random.key_data, target)
+    return jax.ShapeDtypeStruct(bits.shape, bits.dtype, sharding=target.sharding)
+
+
+def _read(values: Any, index: Index) -> Any:
+    return values[_slices(index)]
+
+
+def _slices(index: Index) -> tuple[slice, ...]:
+    return tuple(slice(start, stop) for start, stop in index)
 
 
 def _bits(leaf: Any) -> Any:
@@ -205,26 +344,63 @@ def _implementation(dtype: Any) -> Any:
     return found[0]
 
 
-def _abstract(tree: Any, sharding: NamedSharding) -> Any:
-    return jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree
-    )
+def _abstract_state(task: Task, layout: Layout, seed: int) -> Any:
+    tree = jax.eval_shape(task.init, jax.random.key(seed))
+    leaves = [
+        jax.ShapeDtypeStruct(
+            leaf.shape,
+            leaf.dtype,
+            sharding=NamedSharding(layout.mesh, _spec(task, layout, name, leaf)),
+        )
+        for name, leaf in named_leaves(tree)
+    ]
+    for axis in ("fsdp", "tp"):
+        size = layout.mesh.shape[axis]
+        if size > 1 and not any(axis in _axes(leaf.sharding.spec) for leaf in leaves):
+            raise SettingsError(
+                f"[trainer.mesh] {axis} = {size}: no leaf of the task's state can be spread over "
+                f"it (see Task.logical_axes); make {axis} 1 and use dp"
+            )
+    return jax.tree.unflatten(jax.tree.structure(tree), leaves)
+
+
+def _axes(spec: PartitionSpec) -> set[str]:
+    found: set[str] = set()
+    for one in spec:
+        found |= {one} if isinstance(one, str) else set(one or ())
+    return found
+
+
+def _spec(task: Task, layout: Layout, name: str, leaf: Any) -> PartitionSpec:
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return PartitionSpec()
+    axes = task.logical_axes(name, tuple(leaf.shape))
+    if axes is None:
+        return sharding.spread_evenly(layout.mesh, leaf.shape)
+    if len(axes) != len(leaf.shape):
+        raise TaskError(f"logical_axes names {len(axes)} axes of {name}, {list(leaf.shape)}")
+    try:
+        return sharding.spec_of(layout.mesh, axes, leaf.shape)
+    except KeyError as error:
+        known = ", ".join(sharding.RULES)
+        raise TaskError(f"logical_axes of {name}: {error} is not among {known}") from None
 
 
 def _abstract_batch(local: Batch, layout: Layout) -> Any:
     leaves = jax.tree.leaves(local)
     if not leaves or any(np.ndim(leaf) == 0 for leaf in leaves):
         raise TaskError("a batch must hold arrays whose first axis is the row")
-    processes = jax.process_count()
-    if any(len(leaf) * processes % layout.mesh.size for leaf in leaves):
+    _, feeds = layout.feed
+    shards = int(layout.mesh.shape["dp"] * layout.mesh.shape["fsdp"])
+    if any(len(leaf) * feeds % shards for leaf in leaves):
         raise SettingsError(
-            f"[trainer.data] batch_size: {len(leaves[0])} rows a worker cannot be split over its "
-            f"{layout.mesh.size // processes} devices; make it a multiple"
+            f"[trainer.data] batch_size: {len(leaves[0]) * feeds} rows cannot be split over "
+            f"dp x fsdp = {shards} devices; make it a multiple"
         )
 
     def widen(leaf: Any) -> Any:
         rows = np.asarray(leaf)
-        shape = (rows.shape[0] * processes, *rows.shape[1:])
+        shape = (rows.shape[0] * feeds, *rows.shape[1:])
         dtype = jax.dtypes.canonicalize_dtype(rows.dtype)
         return jax.ShapeDtypeStruct(shape, dtype, sharding=layout.rows)
 

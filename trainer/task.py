@@ -37,6 +37,9 @@ class Context:
     generation: int
     config_dir: str
     settings: TrainerSettings
+    feed: tuple[int, int] | None = None
+    """Which of how many equal parts of a batch's rows this rank feeds; None = part `rank` of
+    `world_size`. Ranks that hold parts of one matrix feed the same rows."""
 
     @property
     def options(self) -> Mapping[str, Any]:
@@ -48,13 +51,14 @@ class Context:
 
         Raises `SettingsError` where they cannot be split evenly.
         """
-        if count % self.world_size:
+        part, parts = self.feed or (self.rank, self.world_size)
+        if count % parts:
             raise SettingsError(
-                f"[trainer.data] batch_size = {count} cannot be split over {self.world_size} "
-                f"workers: make it a multiple of {self.world_size}"
+                f"[trainer.data] batch_size = {count} cannot be split over {parts} workers: "
+                f"make it a multiple of {parts}"
             )
-        share = count // self.world_size
-        return slice(self.rank * share, (self.rank + 1) * share)
+        share = count // parts
+        return slice(part * share, (part + 1) * share)
 
 
 class Task(ABC):
@@ -82,6 +86,26 @@ class Task(ABC):
     @abstractmethod
     def batch(self, step: int) -> Batch:
         """This rank's rows (numpy) of the global batch of a step, by seed and step alone."""
+
+    def logical_axes(self, name: str, shape: tuple[int, ...]) -> tuple[str | None, ...] | None:
+        """What each axis of a leaf of the state is, by `trainer.sharding.RULES`.
+
+        `name` is its dotted path, such as "params.query" or "optimizer.1.mu.query". None: nobody
+        knows, and its longest axis is spread over "fsdp".
+        """
+        return None
+
+    def initial_values(self) -> Mapping[str, Any]:
+        """Leaves of the first state that do not come from `init`, by dotted path.
+
+        Each has a shape, a dtype, and gives numpy arrays for a tuple of slices: it is read part by
+        part, never as a whole. `init` still says their shapes.
+        """
+        return {}
+
+    def position(self, step: int) -> Mapping[str, Any]:
+        """Where in the data `step` finished steps are, such as the epoch. Goes into checkpoints."""
+        return {}
 
     def evaluate(self, state: State, batch: Batch) -> Mapping[str, Any]:
         """Metrics with a scalar "loss" on a held-out batch. Optional."""

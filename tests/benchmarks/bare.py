@@ -95,7 +95,7 @@ def train(
         )
     )
     programs = step.compile_programs(task, layout, settings.seed)
-    state = step.initial_state(task, layout, settings.seed)
+    state = step.initial_state(task, programs, settings.seed)
     with rows.open("a") if rank == 0 else open(os.devnull, "w") as file:  # noqa: PTH123
         for index in range(steps):
             started = time.monotonic()

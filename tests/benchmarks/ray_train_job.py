@@ -49,7 +49,7 @@ def train(config: dict[str, Any]) -> None:
         )
     )
     programs = step.compile_programs(task, layout, settings.seed)
-    state = step.initial_state(task, layout, settings.seed)
+    state = step.initial_state(task, programs, settings.seed)
     start = 0
     manager = ocp.CheckpointManager(
         f"{config['folder']}/checkpoints",

@@ -14,7 +14,6 @@ from supervisor import restore_points
 from supervisor.restore_points import (
     QUARANTINED_MAX,
     find,
-    meta,
     prune,
     quarantine,
     quarantine_above,
@@ -61,6 +60,18 @@ def checkpoint(run_dir: Path, generation: int, step: int) -> Path:
     return path
 
 
+def in_parts(run_dir: Path, generation: int, step: int, parts: int) -> Path:
+    """What ranks leave that hold a state together."""
+    path = run_dir / "checkpoints" / f"generation-{generation}" / str(step)
+    for part in range(parts):
+        whole = checkpoint(run_dir / "elsewhere" / str(part), generation, step)
+        path.mkdir(parents=True, exist_ok=True)
+        whole.rename(path / f"part-{part}-of-{parts}")
+        (path / f"part-{part}-of-{parts}.verified").write_text("done")
+    (path / "commit_success.txt").write_text("done")
+    return path
+
+
 def at(points):
     return [(point.generation, point.step) for point in points]
 
@@ -81,7 +92,7 @@ def test_what_orbax_really_leaves_is_found_and_its_torn_save_is_not(tmp_path):
     assert ended.returncode == 9, ended.stderr
     points, rejected = survey(tmp_path)
     assert at(points) == [(1, 4), (1, 2)]
-    assert set(meta(points[0])["digests"]) == {"w"}
+    assert (points[0].path / "state" / "manifest.ocdbt").exists()
     assert {one.path.name.split(".")[0] for one in rejected} == {"6"}
     assert rejected[0].unfinished
     assert sweep_unfinished(tmp_path) == [rejected[0].path]
@@ -367,3 +378,20 @@ def test_the_quarantine_does_not_fill_the_disk(tmp_path):
     held = list((tmp_path / "checkpoints" / "quarantine").iterdir())
     assert sum(one.is_dir() for one in held) == QUARANTINED_MAX
     assert sum(one.is_file() for one in held) == QUARANTINED_MAX + 3
+
+
+def test_a_checkpoint_in_parts_counts_when_all_of_them_are_whole(tmp_path):
+    """One rank's part on a disk that was lost must not be found out while workers wait."""
+    whole = in_parts(tmp_path, 1, 5, parts=2)
+    lacking = in_parts(tmp_path, 1, 6, parts=3)
+    (lacking / "part-1-of-3").rename(tmp_path / "lost")
+    damaged = in_parts(tmp_path, 1, 7, parts=2)
+    (damaged / "part-1-of-2" / "state" / "manifest.ocdbt").unlink()
+    unfinished = in_parts(tmp_path, 1, 8, parts=2)
+    (unfinished / "commit_success.txt").unlink()
+    assert at(find(tmp_path)) == [(1, 5)]
+    assert find(tmp_path)[0].path == whole
+    assert "part-1-of-3 is missing" in reason_for(tmp_path, lacking)
+    assert "state/manifest.ocdbt is missing" in reason_for(tmp_path, damaged)
+    assert "never finished" in reason_for(tmp_path, unfinished)
+    assert sweep_unfinished(tmp_path) == [unfinished]

@@ -82,7 +82,7 @@ def build(folder: Path, layout: Layout, task: Task | None = None) -> Programs:
 def trained(programs: Programs, layout: Layout, steps: int = 4) -> tuple[str, list[float]]:
     """Digest of the state after some steps, and the losses."""
     task = Traced(context(Path()))
-    state = step.initial_state(task, layout, seed=3)
+    state = step.initial_state(task, programs, seed=3)
     losses = []
     for index in range(steps):
         batch = step.place_rows(layout, task.batch(index))
@@ -117,7 +117,7 @@ def test_a_loaded_program_still_consumes_its_state(folder: Path, layout: Layout)
     build(folder, layout)
     loaded = build(folder, layout)
     task = Traced(context(folder))
-    before = step.initial_state(task, layout, seed=3)
+    before = step.initial_state(task, loaded, seed=3)
     loaded.train(before, step.place_rows(layout, task.batch(0)))
     assert before["total"].is_deleted()
 

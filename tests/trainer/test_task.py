@@ -95,12 +95,12 @@ def test_a_state_with_a_random_key_goes_to_the_host_and_back(folder: Path) -> No
     task = Sum(context(folder))
     layout = step.make_layout(MeshSettings())
     programs = step.compile_programs(task, layout, seed=3)
-    state = step.initial_state(task, layout, seed=3)
+    state = step.initial_state(task, programs, seed=3)
     host = step.to_host(state)
     for name, leaf in step.named_leaves(step.host_shapes(programs)):
         found = dict(step.named_leaves(host))[name]
         assert (leaf.shape, leaf.dtype) == (found.shape, found.dtype)
-    again = step.place_state(programs, host)
+    again = step.place_state(programs, step.assembly_of(host).read)
     batch = step.place_rows(layout, task.batch(1))
     _, one = programs.train(state, batch)
     _, two = programs.train(again, batch)
@@ -114,7 +114,7 @@ def test_a_copy_on_the_host_outlives_the_state_it_came_from(folder: Path) -> Non
     task = Sum(context(folder))
     layout = step.make_layout(MeshSettings())
     programs = step.compile_programs(task, layout, seed=3)
-    state = step.initial_state(task, layout, seed=3)
+    state = step.initial_state(task, programs, seed=3)
     host = step.to_host(state)
     before = host["total"].copy()
     for index in range(5):
