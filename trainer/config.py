@@ -7,7 +7,7 @@ neither jax nor Ray: the supervisor reads these too.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator
 
@@ -63,24 +63,60 @@ class ModelSettings(Section):
 
 
 class DataSettings(Section):
-    """The text, and how a batch is cut from it."""
+    """The data, and how a batch is cut from it."""
 
     path: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] = Field(
         default=(),
-        description="text files or folders; none = the sources of Python's standard library",
+        description="files or folders; none = the sources of Python's standard library",
+    )
+    format: Literal["auto", "text", "jsonl", "parquet", "dataset", "ray"] = Field(
+        default="auto",
+        description='of path; "dataset" = saved by Hugging Face, "ray" = "module:function"',
     )
     suffixes: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] = Field(
         default=(".py", ".txt", ".md", ".rst"),
-        description="which files count inside a folder",
+        description="which text files count inside a folder",
+    )
+    text_key: str = Field(
+        default="text",
+        min_length=1,
+        description="key or column of the text of records without prompt and messages",
+    )
+    packing: Literal["auto", "stream", "documents", "none"] = Field(
+        default="auto",
+        description='a row is a cut of all text, some whole documents, or one; "auto" by format',
     )
     bytes_max: int = Field(
-        default=4_000_000, ge=1024, description="reading stops after this many bytes"
+        default=4_000_000,
+        ge=1024,
+        description="of text for a model of bytes, and of the standard library; the rest is left",
     )
     batch_size: int = Field(default=16, ge=1, description="sequences a step, over all workers")
-    sequence_length: int = Field(default=128, ge=2, description="bytes a sequence")
+    sequence_length: int = Field(default=128, ge=2, description="tokens a sequence")
     held_out_fraction: float = Field(
-        default=0.05, gt=0.0, le=0.5, description="tail of each file that is never trained on"
+        default=0.05, gt=0.0, le=0.5, description="of each text the tail, of records every so many"
     )
+    held_out_path: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] = Field(
+        default=(), description="held-out data of your own, in place of that fraction"
+    )
+    cache: str = Field(
+        default="runs/.data",
+        min_length=1,
+        description="tokenised data is kept here; a relative path starts at this file",
+    )
+
+    def relations(self) -> Iterator[Relation]:
+        """What needs a path."""
+        if self.format not in ("auto", "text") and not self.path:
+            yield Relation(
+                keys=("format", "path"),
+                message="there is nothing to read; name files or folders in path",
+            )
+        if self.format == "ray" and any(":" not in one for one in self.path):
+            yield Relation(
+                keys=("format", "path"),
+                message='functions make the data; write path = "module:function"',
+            )
 
 
 class OptimizerSettings(Section):

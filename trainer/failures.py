@@ -38,9 +38,7 @@ _ABORTED_FOR_A_PEER = "the JAX distributed service detected fatal errors"
 _PORT_TAKEN = ("Failed to start RPC server", "Address already in use", "Failed to add port")
 
 _TRAINER = Path(__file__).resolve().parent
-_OF_THE_TASK = tuple(
-    str(_TRAINER / name) for name in ("tasks", "model.py", "data.py", "optimizer.py")
-)
+_OF_THE_TASK = tuple(str(_TRAINER / name) for name in ("tasks", "model.py", "data", "optimizer.py"))
 _LIBRARIES = tuple(
     str(Path(sysconfig.get_path(name)).resolve()) for name in ("stdlib", "purelib", "platlib")
 )

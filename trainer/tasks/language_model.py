@@ -9,7 +9,8 @@ from typing import Any
 import jax
 import optax
 
-from trainer import data, model
+from trainer import model
+from trainer.data import windows as data
 from trainer.optimizer import make_optimizer
 from trainer.task import Context, Task
 

@@ -1,6 +1,6 @@
-"""Text as bytes: which files, which part is held out, which rows a step trains on.
+"""Text as bytes in memory: which part is held out, which windows of it a step trains on.
 
-Everything is a function of the files, the seed and the step; there is no state to save.
+The quick way for a text of some megabytes: no tokenizer, no cache, numpy only.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,14 +70,63 @@ def read_text(settings: DataSettings, config_dir: str) -> Text:
     )
 
 
-def train_rows(text: Text, *, seed: int, step: int, count: int, length: int) -> Bytes:
-    """The global batch of a step: uint8 `[count, length + 1]`.
+class Windows:
+    """Rows that start at random places of a text of bytes; a `Source`."""
 
-    The raw stream of Philox, keyed by seed and step, is fixed for ever; numpy's distributions on
-    top of it are not.
-    """
-    draws = np.random.Philox(key=(seed << 64) | step).random_raw(count)
-    starts = (draws % np.uint64(len(text.train) - length)).astype(np.int64)
+    def __init__(
+        self, text: Text, settings: DataSettings, *, seed: int, held_out_batches: int
+    ) -> None:
+        self.text = text
+        self._seed, self._held_out_batches = seed, held_out_batches
+        self._count, self._length = settings.batch_size, settings.sequence_length
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Bytes predicted in a step over all ranks."""
+        return self._count * self._length
+
+    def train_rows(self, step: int, rows: slice) -> dict[str, Bytes]:
+        """ "tokens" uint8 `[rows, length + 1]`."""
+        starts = self._starts(step)[rows]
+        return {"tokens": _windows(self.text.train, starts, self._length)}
+
+    def held_out_rows(self, index: int, rows: slice) -> dict[str, Bytes]:
+        """ "tokens" uint8 `[rows, length + 1]`, spread evenly over what is held out."""
+        tokens = held_out_rows(
+            self.text,
+            index=index,
+            batches=self._held_out_batches,
+            count=self._count,
+            length=self._length,
+        )
+        return {"tokens": tokens[rows]}
+
+    def sample_ids(self, step: int) -> list[int]:
+        """Where in the text the rows start."""
+        starts: list[int] = self._starts(step).tolist()
+        return starts
+
+    def position(self, step: int) -> dict[str, int]:
+        """Windows are drawn with replacement: an epoch is as many bytes as the text has."""
+        epoch = step * self.tokens_per_step // len(self.text.train)
+        return {"epoch": epoch, "samples": step * self._count}
+
+    def facts(self) -> dict[str, Any]:
+        """The text by its digest, and its unigram entropy in nats a byte."""
+        return {
+            "text_sha256": self.text.digest,
+            "text_bytes": len(self.text.train) + len(self.text.held_out),
+            "text_files": self.text.files,
+            "unigram_entropy": unigram_entropy(self.text),
+        }
+
+    def _starts(self, step: int) -> NDArray[np.int64]:
+        return _draw(self.text, seed=self._seed, step=step, count=self._count, length=self._length)
+
+
+def train_rows(text: Text, *, seed: int, step: int, count: int, length: int) -> Bytes:
+    """The global batch of a step: uint8 `[count, length + 1]`."""
+    starts = _draw(text, seed=seed, step=step, count=count, length=length)
     return _windows(text.train, starts, length)
 
 
@@ -95,6 +145,13 @@ def unigram_entropy(text: Text) -> float:
     counts = np.bincount(text.train, minlength=256) + np.bincount(text.held_out, minlength=256)
     shares = counts[counts > 0] / counts.sum()
     return math.fsum(float(one) for one in -shares * np.log(shares))
+
+
+def _draw(text: Text, *, seed: int, step: int, count: int, length: int) -> NDArray[np.int64]:
+    # The raw stream of Philox, keyed by seed and step, is fixed for ever; numpy's distributions on
+    # top of it are not.
+    draws = np.random.Philox(key=(seed << 64) | step).random_raw(count)
+    return (draws % np.uint64(len(text.train) - length)).astype(np.int64)
 
 
 def _windows(data: Bytes, starts: NDArray[np.int64], length: int) -> Bytes:
