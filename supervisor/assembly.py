@@ -6,6 +6,7 @@ It connects; what happens is decided in `fsm` and done by the performers.
 import asyncio
 import hashlib
 import json
+import os
 import signal
 import time
 from collections.abc import Callable, Mapping
@@ -13,7 +14,6 @@ from contextlib import AsyncExitStack, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
 
 import structlog
 
@@ -25,8 +25,8 @@ from supervisor.control import Answer, Control, Request
 from supervisor.daemon import Clock, Daemon, header_of
 from supervisor.display import Display
 from supervisor.drills import Drills
-from supervisor.embedded import EmbeddedRedis, RedisAddress, authenticate
-from supervisor.errors import ClusterUnusable, EverstepError
+from supervisor.embedded import EmbeddedRedis, authenticate
+from supervisor.errors import EverstepError
 from supervisor.files import RESULT_FILE, RunFiles
 from supervisor.fsm import effects as x
 from supervisor.fsm import events as e
@@ -44,9 +44,10 @@ from supervisor.journal import JOURNAL_FILE, Journal
 from supervisor.lock import Lock, acquire
 from supervisor.past import Past, past_of
 from supervisor.performers import Performers, restore_point_of
+from supervisor.redis_address import PASSWORD_VARIABLE, address_of, masked
 from supervisor.status import snapshot
 from supervisor.workers import silence
-from trainer.heartbeat import BeatMessage, canary_key
+from trainer.heartbeat import BeatMessage, StoreAddress, canary_key
 from trainer.snapshot import SnapshotError, sweep
 from trainer.snapshot import directory_of as snapshot_directory
 
@@ -171,7 +172,7 @@ class _Assembly:
 
     def _performers(self, daemon: Daemon) -> Performers:
         settings = self.settings
-        self.redis = RedisAddress(host="127.0.0.1", port=0, password="")
+        self.redis = StoreAddress(host="127.0.0.1", port=0)
         return Performers(
             workers=settings.cluster.workers,
             drain_s=settings.deadlines.drain_s,
@@ -216,12 +217,7 @@ class _Assembly:
                 "directory": str(self.snapshots),
                 "every_steps": settings.recovery.snapshot_every_steps,
             },
-            "heartbeat": {
-                "host": self.redis.host,
-                "port": self.redis.port,
-                "password": self.redis.password or None,
-                "every_s": settings.heartbeats.every_s,
-            },
+            "heartbeat": {**asdict(self.redis), "every_s": settings.heartbeats.every_s},
             "drills": settings.drills_allowed,
             "faults": self.drills.armed_for(rank),
         }
@@ -297,12 +293,22 @@ class _Assembly:
         """Our own server comes back at its old address, so that the workers find it."""
         assert self.embedded_redis is not None
         while self.monitor.is_blind:
-            if not self.embedded_redis.is_alive():
-                try:
-                    await asyncio.to_thread(self.embedded_redis.ensure)
-                except EverstepError as error:
-                    log.error("redis_not_restarted", why=str(error))
+            try:
+                if not self.embedded_redis.is_alive():
+                    await self._restart_redis(self.embedded_redis)
+            except (OSError, EverstepError) as error:  # a full disk: again, until there is space
+                log.error("redis_not_restarted", why=str(error))
             await asyncio.sleep(REDIS_RETRY_S)
+
+    async def _restart_redis(self, server: EmbeddedRedis) -> None:
+        address = await asyncio.to_thread(server.ensure)
+        if address == self.redis:
+            log.info("redis_restarted", port=address.port)
+            return
+        # Its old port was taken. Who started before beats in vain, and is judged by its slot.
+        log.warning("redis_moved", port=address.port, consequence="slots bear witness until then")
+        self.redis = address
+        await self.store.move(address)
 
     def _on_store_recovered(self) -> None:
         blind_s = round(self.clock() - self.blind_at, 3)
@@ -383,16 +389,16 @@ class _Assembly:
             log.info("job_begins", name=self.settings.job.name, run_dir=str(self.run_dir))
 
     async def _connect_redis(self, stack: AsyncExitStack) -> None:
-        url = self.settings.heartbeats.redis_url
-        if url == "local":
+        heartbeats = self.settings.heartbeats
+        if heartbeats.redis_url == "local":
+            os.environ.pop(PASSWORD_VARIABLE, None)  # no child inherits it
             self.embedded_redis = EmbeddedRedis(self.run_dir)
             self.redis = await asyncio.to_thread(self.embedded_redis.ensure)
-            url = f"redis://:{self.redis.password}@{self.redis.host}:{self.redis.port}"
         else:
-            self.redis = _address(url)
-        store = RedisStore(job=self.settings.job.name, url=url)
-        stack.push_async_callback(self._leave_store, store)
-        self.daemon.performers.store = store
+            self.redis = address_of(heartbeats, self.config_dir)
+        self.store = RedisStore(job=self.settings.job.name, address=self.redis)
+        stack.push_async_callback(self._leave_store, self.store)
+        self.daemon.performers.store = self.store
 
     async def _leave_store(self, store: RedisStore) -> None:
         """Take the canary away: a store that others share keeps nothing of this job."""
@@ -491,17 +497,11 @@ async def _bounded(name: str, step: Callable[[], Any]) -> None:
         log.error("not_taken_down", what=name, why=str(error) or repr(error))
 
 
-def _address(url: str) -> RedisAddress:
-    parts = urlsplit(url)
-    if not parts.hostname:
-        raise ClusterUnusable(f"heartbeats.redis_url names no host: {parts.scheme}://…")
-    return RedisAddress(
-        host=parts.hostname, port=parts.port or 6379, password=unquote(parts.password or "")
-    )
-
-
 def _digest(settings: Settings) -> str:
-    text = json.dumps(settings.model_dump(mode="json"), sort_keys=True)
+    """Of all but the password, which a guesser could try on it."""
+    table = settings.model_dump(mode="json")
+    table["heartbeats"]["redis_url"] = masked(table["heartbeats"]["redis_url"])
+    text = json.dumps(table, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

@@ -6,10 +6,10 @@ Reading, overriding and explaining is `trainer.settings`. Neither jax nor Ray is
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
-from urllib.parse import urlsplit, urlunsplit
 
 from pydantic import ConfigDict, Field, field_validator
 
+from supervisor.redis_address import fault_of, masked
 from trainer.config import CheckpointSettings, TrainerSettings
 from trainer.settings import Origin, Relation, Section, section_of, show, walk
 
@@ -77,7 +77,14 @@ class HeartbeatSettings(Section):
 
     redis_url: str = Field(
         default="local",
-        description='"local" = a redis-server of the job\'s own; else redis://[:PASSWORD@]HOST:PORT',
+        description='"local" = a redis-server of the job\'s own; else redis:// or rediss://HOST:PORT',
+    )
+    redis_password_file: str = Field(
+        default="",
+        description='holds the password if the URL does not; "" = EVERSTEP_REDIS_PASSWORD, if set',
+    )
+    redis_ca_file: str = Field(
+        default="", description='PEM file of whoever signs a rediss:// server; "" = the system\'s'
     )
     every_s: Seconds = Field(default=0.25, description="seconds between two heartbeats")
     lease_s: Seconds = Field(
@@ -87,9 +94,28 @@ class HeartbeatSettings(Section):
     @field_validator("redis_url")
     @classmethod
     def _known_scheme(cls, url: str) -> str:
-        if url != "local" and not url.startswith("redis://"):
-            raise ValueError('must be "local", or start with redis://')
+        if url != "local" and (fault := fault_of(url)):
+            raise ValueError(fault)
         return url
+
+    def relations(self) -> Iterator[Relation]:
+        """A file that nothing reads is a mistake, not a reserve."""
+        if self.redis_ca_file and not self.redis_url.startswith("rediss://"):
+            yield Relation(
+                keys=("redis_ca_file", "redis_url"),
+                message="only TLS has certificates; write rediss:// in redis_url, or leave the "
+                "file out",
+            )
+        if self.redis_password_file and masked(self.redis_url) != self.redis_url:
+            yield Relation(
+                keys=("redis_password_file", "redis_url"),
+                message="two passwords; take the one in redis_url out",
+            )
+        if self.redis_password_file and self.redis_url == "local":
+            yield Relation(
+                keys=("redis_password_file", "redis_url"),
+                message="the job's own redis-server makes its own password; leave the file out",
+            )
 
 
 class DeadlineSettings(Section):
@@ -270,7 +296,7 @@ def effective(settings: Settings, origins: Mapping[str, Origin]) -> dict[str, di
         value: Any = settings
         for part in key.split("."):
             value = getattr(value, part)
-        shown = _mask(value) if key == "heartbeats.redis_url" else value
+        shown = masked(value) if key == "heartbeats.redis_url" else value
         rows[key] = {"value": shown, "origin": origins.get(key, "default")}
     return rows
 
@@ -287,14 +313,6 @@ def describe(rows: Mapping[str, Mapping[str, Any]]) -> str:
         line = f"{name} = {show(row['value'])}"
         lines.append(f"{line:<40} # {row['origin']}")
     return "\n".join(lines)
-
-
-def _mask(url: str) -> str:
-    parts = urlsplit(url)
-    if parts.password is None:
-        return url
-    user, host = parts.username or "", parts.netloc.rpartition("@")[2]
-    return urlunsplit(parts._replace(netloc=f"{user}:***@{host}"))
 
 
 def template() -> str:

@@ -27,7 +27,7 @@ import structlog
 
 from trainer import heartbeat
 from trainer.drills import Drills, Fault, FaultError
-from trainer.heartbeat import Beat, BeatSender
+from trainer.heartbeat import Beat, BeatSender, StoreAddress
 from trainer.spec import RestorePoint, SpecError, WorkerSpec
 
 log = structlog.get_logger()
@@ -302,7 +302,17 @@ class Worker:
             generation=self.spec.generation,
             rank=self.spec.rank,
             every_s=store.every_s,
-            connect=heartbeat.connect(store.host, store.port, store.password),
+            connect=heartbeat.connect(
+                StoreAddress(
+                    host=store.host,
+                    port=store.port,
+                    username=store.username,
+                    password=store.password,
+                    db=store.db,
+                    tls=store.tls,
+                    ca_file=store.ca_file,
+                )
+            ),
         ).start()
 
     def _join_timed_out(self) -> None:

@@ -259,9 +259,9 @@ class ResilientWorker:
 
     @answers
     def witness(self, generation: int) -> dict[str, Any]:
-        """A second opinion on a child, without its help: `alive`, `state`, `seq`, `phase`, `step`.
+        """A second opinion on a child, without its help: `alive`, `state`, and its beat file.
 
-        `seq`, `phase` and `step` are None as long as its loop has written nothing.
+        `seq`, `phase`, `step` and `beats` are None as long as its loop has written nothing.
         """
         return self._witness(generation)
 
@@ -273,8 +273,9 @@ class ResilientWorker:
         try:
             beat = read_beat_file(child.launch.beat_file)
         except (OSError, HeartbeatError):
-            return {**seen, "seq": None, "phase": None, "step": None}
-        return {**seen, "seq": beat.seq, "phase": beat.phase, "step": beat.step}
+            return {**seen, "seq": None, "phase": None, "step": None, "beats": None}
+        told = {"seq": beat.seq, "phase": beat.phase, "step": beat.step, "beats": beat.beats}
+        return {**seen, **told}
 
     def _start(
         self,
