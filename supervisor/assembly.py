@@ -46,6 +46,7 @@ from supervisor.past import Past, past_of
 from supervisor.performers import Performers, restore_point_of
 from supervisor.redis_address import PASSWORD_VARIABLE, address_of, masked
 from supervisor.status import snapshot
+from supervisor.troubles import Troubles
 from supervisor.workers import silence
 from trainer.heartbeat import BeatMessage, StoreAddress, canary_key
 from trainer.snapshot import SnapshotError, sweep
@@ -55,6 +56,10 @@ log = structlog.get_logger(__name__)
 
 SAFE_STATES = {"", *(state.name for state in TERMINAL)}
 REDIS_RETRY_S = 1.0
+LOOPBACK_ONLY = (
+    'heartbeats.redis_url = "local" is a redis-server on the loopback of the daemon\'s host, which '
+    'they cannot reach; name one that all can, redis_url = "redis://HOST:PORT"'
+)
 TAKE_DOWN_LIMIT_S = 30.0
 
 
@@ -103,6 +108,7 @@ class _Assembly:
         self.terminal = terminal
         self.started_at = time.time()
         self.beats: dict[tuple[int, int], BeatMessage] = {}
+        self.troubles = Troubles()
         self.embedded_redis: EmbeddedRedis | None = None
         self.clock = Clock(wall=self.started_at, not_before=_last_at(journal))
         self.clock()  # it runs from its first reading on: now, not when Redis has started
@@ -123,6 +129,7 @@ class _Assembly:
             self._on_record,
             self._on_slot_lost,
             on_cluster_lost=self._on_cluster_lost,
+            why_one_host=LOOPBACK_ONLY if settings.heartbeats.redis_url == "local" else "",
         )
         self.daemon = Daemon(
             job=inherited.job if inherited else self._job(),
@@ -256,6 +263,7 @@ class _Assembly:
             log.info("late_word", generation=record.get("generation"), report=record.get("report"))
             return
         try:
+            self.troubles.hear(record, self.clock())
             found = roster.take(record, self.clock())
         except (KeyError, TypeError, ValueError) as error:
             log.error("report_unreadable", record=record, why=repr(error))
@@ -327,6 +335,7 @@ class _Assembly:
             epoch=self.lock.epoch,
             started_at=self.started_at,
             beats=self.beats,
+            disk=self.troubles.rows((self.daemon.job.active, self.daemon.job.standby)),
             drills=self.settings.drills_allowed,
         )
 

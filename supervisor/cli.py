@@ -70,6 +70,7 @@ def run(options: argparse.Namespace) -> int:
     from supervisor.errors import DiskError
     from supervisor.log import configure
 
+    os.umask(0o077)  # whatever a run leaves is its owner's, and so is what our children leave
     config_path = Path(options.config).resolve()
     settings, origins = read_settings(Settings, options.config, options.set)
     terminal = sys.stdout.isatty() and not options.plain

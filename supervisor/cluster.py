@@ -186,7 +186,8 @@ class RayCluster:
     `run_dir` is `<run_dir>/<job>`. `on_record` gets each record of a slot's `watch`, with
     `generation` and `rank`; `on_slot_lost` the ranks of slots that died, why, and whether their
     node did; `on_cluster_lost` why the job's own head, or the table of nodes, is out of reach. All
-    are called on the event loop. `command` is what slots run as a child.
+    are called on the event loop. `why_one_host` says what a cluster of several hosts would lack, ""
+    if nothing. `command` is what slots run as a child.
     """
 
     def __init__(
@@ -198,6 +199,7 @@ class RayCluster:
         on_slot_lost: Callable[[tuple[int, ...], str, bool], None],
         *,
         on_cluster_lost: Callable[[str], None] | None = None,
+        why_one_host: str = "",
         command: Sequence[str] = COMMAND,
     ) -> None:
         self._settings = settings
@@ -206,6 +208,7 @@ class RayCluster:
         self._on_record = on_record
         self._on_slot_lost = on_slot_lost
         self._on_cluster_lost = on_cluster_lost
+        self._why_one_host = why_one_host
         self._command = list(command)
         self._prefix = ray_calls.prefix(self._run_dir)
         self._head = EmbeddedRay(self._run_dir) if settings.address == "local" else None
@@ -256,6 +259,8 @@ class RayCluster:
         """Compares with all that the living nodes have, in use or not."""
         table = await self._in_thread(_TABLE_LIMIT_S, ray_calls.nodes)
         living = [node for node in table if node.is_alive]
+        if self._why_one_host and (away := ray_calls.addresses_elsewhere(living)):
+            return f"cannot run on a cluster with {', '.join(away[:4])}: {self._why_one_host}"
         workers, kind = self._settings.workers, self._settings.placement
         return ray_calls.shortage(self._bundle(), workers, kind, living)
 

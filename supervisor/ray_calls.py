@@ -6,6 +6,7 @@ Every call blocks, and belongs in a thread; Ray is imported by the first of them
 import hashlib
 import logging
 import os
+import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -85,6 +86,22 @@ def nodes() -> list[Node]:
         )
         for one in table
     ]
+
+
+def addresses_elsewhere(living: Sequence[Node]) -> list[str]:
+    """The addresses of nodes that are not on this machine."""
+    return sorted({node.address for node in living if not _is_local(node.address)})
+
+
+def _is_local(address: str) -> bool:
+    """Whether a socket could be bound to it: the kernel knows all of this machine's addresses."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError:
+            return False
+    return True
 
 
 def shortage(

@@ -7,6 +7,7 @@ save and no restore ever waits for a peer. Knows neither which checkpoint counts
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import queue
@@ -30,6 +31,9 @@ SAVE_WAIT_S = 60.0
 
 Meta = dict[str, Any]
 
+# How Orbax, TensorStore and Python say so.
+_DISK_SIGNS = tuple(os.strerror(one) for one in (errno.ENOSPC, errno.EDQUOT, errno.EROFS))
+
 
 class CheckpointRejected(Exception):
     """A checkpoint that must not be used: unreadable, incomplete, or not what was saved."""
@@ -40,7 +44,14 @@ class CheckpointRejected(Exception):
 
 
 class NotSaved(Exception):
-    """A state that had to be on the disk is not there; the text says which, and why."""
+    """A state that had to be on the disk is not there; the text says which, and why.
+
+    `may_pass`: the disk was full or read-only, which somebody may change.
+    """
+
+    def __init__(self, text: str, *, may_pass: bool = False) -> None:
+        super().__init__(text)
+        self.may_pass = may_pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +138,8 @@ class Saver:
         if not self.wait():
             raise NotSaved(f"the save of step {step} did not end within {SAVE_WAIT_S:.0f} s")
         if step != self._last_committed:
-            raise NotSaved(f"step {step} could not be saved: {self._last_error}")
+            text = f"step {step} could not be saved: {self._last_error}"
+            raise NotSaved(text, may_pass=any(sign in text for sign in _DISK_SIGNS))
 
     def _run(self) -> None:
         while True:

@@ -24,7 +24,7 @@ from supervisor.cluster import (
     StartFailed,
 )
 from supervisor.embedded import EmbeddedRay, authenticate
-from supervisor.ray_calls import Node, rank_order, shortage
+from supervisor.ray_calls import Node, addresses_elsewhere, rank_order, shortage
 from trainer.processes import look
 
 T = TypeVar("T")
@@ -175,6 +175,16 @@ def test_a_job_that_can_never_fit_is_told_what_is_missing(
 ) -> None:
     """Never feasible and not now look the same from outside: both wait for ever."""
     assert shortage(bundle, workers, placement, living) == answer
+
+
+def test_a_node_on_another_host_is_told_from_one_more_on_this() -> None:
+    """The job's own Redis listens on loopback: workers elsewhere would beat in vain, for ever."""
+    here = [node("127.0.0.1"), node("::1")]
+    assert addresses_elsewhere(here) == []
+    assert addresses_elsewhere([*here, node("203.0.113.7"), node("2001:db8::7")]) == [
+        "2001:db8::7",
+        "203.0.113.7",
+    ]
 
 
 def test_ranks_go_by_node_then_by_device() -> None:
