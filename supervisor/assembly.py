@@ -9,7 +9,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -19,14 +19,14 @@ import structlog
 
 from supervisor import history
 from supervisor.adoption import Inheritance, go_on, inherit
-from supervisor.cluster import RayCluster
+from supervisor.cluster import ClusterError, RayCluster
 from supervisor.config import Settings, job_directory
 from supervisor.control import Answer, Control, Request
 from supervisor.daemon import Clock, Daemon, header_of
 from supervisor.display import Display
 from supervisor.drills import Drills
 from supervisor.embedded import EmbeddedRedis, authenticate
-from supervisor.errors import EverstepError
+from supervisor.errors import DiskError, EverstepError, Superseded
 from supervisor.files import RESULT_FILE, RunFiles
 from supervisor.fsm import effects as x
 from supervisor.fsm import events as e
@@ -42,7 +42,7 @@ from supervisor.heartbeats import (
 )
 from supervisor.journal import JOURNAL_FILE, Journal
 from supervisor.lock import Lock, acquire
-from supervisor.past import Past, past_of
+from supervisor.past import Past, past_of, past_on_disk
 from supervisor.performers import Performers, restore_point_of
 from supervisor.redis_address import PASSWORD_VARIABLE, address_of, masked
 from supervisor.status import snapshot
@@ -60,23 +60,31 @@ LOOPBACK_ONLY = (
     'heartbeats.redis_url = "local" is a redis-server on the loopback of the daemon\'s host, which '
     'they cannot reach; name one that all can, redis_url = "redis://HOST:PORT"'
 )
+EPOCH_LOOK_S = 1.0
 TAKE_DOWN_LIMIT_S = 30.0
 
 
 async def run_daemon(
-    settings: Settings, origins: Mapping[str, str], config_path: Path, terminal: bool
+    settings: Settings,
+    origins: Mapping[str, str],
+    config_path: Path,
+    terminal: bool,
+    *,
+    take_over: bool = False,
 ) -> int:
     """Run the job of these settings to its end; returns the exit status.
 
-    Raises AlreadyRunning, DiskError, ClusterUnusable, or DeveloperError with the story of a bug.
+    With `take_over` a daemon that holds the job on this machine is ended first. Raises
+    AlreadyRunning, Superseded, DiskError, ClusterUnusable, or DeveloperError with the story of a
+    bug.
     """
     run_dir = job_directory(settings.job, config_path)
-    with acquire(run_dir) as lock:
+    with acquire(run_dir, take_over=take_over) as lock:
         run_dir.chmod(0o700)
         journal = Journal(run_dir / JOURNAL_FILE, epoch=lock.epoch)
         if journal.truncated:
             log.warning("journal_truncated", bytes=journal.truncated, why="a torn last line")
-        past = past_of(journal.records)
+        past = past_of(journal.records) if journal.records else _past_on_disk(run_dir)
         inherited = inherit(journal.records)
         if past.state == State.COMPLETED.name and inherited is None:
             message = f"{settings.job.name} is complete; nothing is left to do ({run_dir})"
@@ -130,6 +138,8 @@ class _Assembly:
             self._on_slot_lost,
             on_cluster_lost=self._on_cluster_lost,
             why_one_host=LOOPBACK_ONLY if settings.heartbeats.redis_url == "local" else "",
+            on_stale=self._on_stale,
+            fence=lock.check,
         )
         self.daemon = Daemon(
             job=inherited.job if inherited else self._job(),
@@ -141,6 +151,7 @@ class _Assembly:
                 settings_digest=_digest(settings),
             ),
             performers_of=self._performers,
+            fence=lock.check,
         )
 
     # What the run begins with
@@ -198,6 +209,7 @@ class _Assembly:
             on_bug=daemon.note_bug,
             on_change=daemon.wake,
             on_connected=self._catch_signals,
+            fence=self.lock.check,
         )
 
     def _spec(self, effect: x.StartWorkers | x.PrepareStandby, rank: int) -> dict[str, Any]:
@@ -231,16 +243,14 @@ class _Assembly:
 
     def _result(self, effect: x.WriteResult) -> dict[str, Any]:
         daemon, job = self.daemon, self.daemon.job
-        rows = history.recoveries(daemon.moves_of_run)
+        rows = daemon.chronicle.recoveries()
         done = history.step_rows(self.run_dir)
         last = done[max(done)] if done else {}
         return {
             "state": effect.state,
             "exit_status": effect.exit_status,
             "reason": effect.reason,
-            "traceback": history.last_traceback(daemon.moves_of_run)
-            if effect.state == State.FAILED.name
-            else None,
+            "traceback": daemon.chronicle.traceback if effect.state == State.FAILED.name else None,
             "step": job.result.get("step", max(job.committed_step, 0)),
             "params_digest": job.result.get("params_digest"),
             "loss": job.result.get("loss", last.get("loss")),
@@ -286,6 +296,11 @@ class _Assembly:
     def _on_cluster_lost(self, why: str) -> None:
         self.daemon.performers.forget_cluster()
         self.daemon.post(e.ClusterLost(at=self.clock(), why=why))
+
+    def _on_stale(self, why: str) -> None:
+        self.daemon.note_superseded(
+            Superseded(f"{why}; this daemon ends without touching anything else")
+        )
 
     def _on_suspicion(self, suspicion: Suspicion) -> None:
         standby = suspicion.generation == self.daemon.job.standby
@@ -366,17 +381,34 @@ class _Assembly:
                 await self._connect_redis(stack)
                 control = Control(self.run_dir, self._answer)
                 await control.start()
-                stack.push_async_callback(control.close)
+                stack.push_async_callback(self._stop_listening, control)
                 self._show(stack)
-                if self.inherited is not None:
-                    return await self._go_on(self.inherited, stack)
-                if self.past.state not in SAFE_STATES:
-                    await self._sweep_leftovers()
-                await self._sweep_saves()
-                self._watch(stack)
-                return await self.daemon.run(after=self.past.state)
+                self._spawn(stack, self._look_at_epoch())
+                try:
+                    return await self._run(stack)
+                except ClusterError as error:
+                    if self.daemon.superseded is not None:
+                        raise self.daemon.superseded from error
+                    raise
         finally:
             self.daemon.journal.close()
+
+    async def _run(self, stack: AsyncExitStack) -> int:
+        if self.inherited is not None:
+            return await self._go_on(self.inherited, stack)
+        if self.past.state not in SAFE_STATES:
+            await self._sweep_leftovers()
+        await self._sweep_saves()
+        self._watch(stack)
+        return await self.daemon.run(after=self.past.state)
+
+    async def _look_at_epoch(self) -> None:
+        while True:
+            await asyncio.sleep(EPOCH_LOOK_S)
+            self.daemon.look_at_epoch()
+
+    async def _stop_listening(self, control: Control) -> None:
+        await control.close(leave=self.daemon.superseded is not None)
 
     def _catch_signals(self) -> None:
         """Called again after each connection: Ray puts a handler of its own in front."""
@@ -411,6 +443,9 @@ class _Assembly:
 
     async def _leave_store(self, store: RedisStore) -> None:
         """Take the canary away: a store that others share keeps nothing of this job."""
+        if self.daemon.superseded is not None:
+            await store.close()
+            return
         with suppress(StoreUnavailable):
             await store.delete([canary_key(self.settings.job.name)])
         await store.close()
@@ -435,7 +470,8 @@ class _Assembly:
     def _watch(self, stack: AsyncExitStack) -> None:
         store = self.daemon.performers.store
         assert store is not None
-        watcher = asyncio.create_task(
+        self._spawn(
+            stack,
             watch(
                 job=self.settings.job.name,
                 monitor=self.monitor,
@@ -446,8 +482,12 @@ class _Assembly:
                 on_store_lost=self._on_store_lost,
                 on_store_recovered=self._on_store_recovered,
                 on_beats=self._on_beats,
-            )
+            ),
         )
+
+    def _spawn(self, stack: AsyncExitStack, watch: Coroutine[Any, Any, None]) -> None:
+        """Let something watch until the end; one that breaks is a bug."""
+        watcher = asyncio.create_task(watch)
         watcher.add_done_callback(self._watcher_ended)
 
         async def end() -> None:
@@ -482,6 +522,10 @@ class _Assembly:
 
     async def _take_down(self) -> None:
         """End what this daemon started, and nothing else; each step whatever the others do."""
+        if self.daemon.superseded is not None:
+            await _bounded("calls", self.daemon.performers.call_off)
+            await _bounded("ray", self._leave_ray)
+            return
         for name, step in (
             ("calls", self.daemon.performers.call_off),
             ("slots", self.cluster.release),
@@ -491,7 +535,8 @@ class _Assembly:
             await _bounded(name, step)
 
     async def _leave_ray(self) -> None:
-        await self.cluster.disconnect(stop_head=self.settings.cluster.address == "local")
+        own = self.settings.cluster.address == "local" and self.daemon.superseded is None
+        await self.cluster.disconnect(stop_head=own)
 
     async def _stop_redis(self) -> None:
         if self.embedded_redis is not None:
@@ -514,8 +559,25 @@ def _digest(settings: Settings) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+def _past_on_disk(run_dir: Path) -> Past:
+    try:
+        past = past_on_disk(run_dir)
+    except OSError as error:
+        raise DiskError(f"{run_dir} cannot be read: {error}") from error
+    if past.state:
+        log.warning(
+            "journal_missing",
+            consequence="the job goes on from what else is on the disk, with fresh budgets",
+            committed_step=past.committed_step,
+            next_generation=past.generation + 1,
+        )
+    return past
+
+
 def _last_at(journal: Journal) -> float:
     for record in reversed(journal.records):
         if record["kind"] == "move":
             return float(record["event"]["at"])
+        if record["kind"] == "header":
+            return float(record.get("at", 0.0))
     return 0.0

@@ -62,6 +62,10 @@ class SlotRefused(ClusterError):
     """The slot lives, and does not carry out this order."""
 
 
+class StaleEpoch(SlotRefused):
+    """The slot serves a daemon of a later epoch: ours is over."""
+
+
 class StartFailed(ClusterError):
     """Some ranks could not be started. What was started is left for `kill`."""
 
@@ -185,9 +189,11 @@ class RayCluster:
 
     `run_dir` is `<run_dir>/<job>`. `on_record` gets each record of a slot's `watch`, with
     `generation` and `rank`; `on_slot_lost` the ranks of slots that died, why, and whether their
-    node did; `on_cluster_lost` why the job's own head, or the table of nodes, is out of reach. All
-    are called on the event loop. `why_one_host` says what a cluster of several hosts would lack, ""
-    if nothing. `command` is what slots run as a child.
+    node did; `on_cluster_lost` why the job's own head, or the table of nodes, is out of reach;
+    `on_stale` what a slot said that serves a later daemon. All are called on the event loop.
+    `fence` raises Superseded once there is one: it is asked before anything is ended by name.
+    `why_one_host` says what a cluster of several hosts would lack, "" if nothing. `command` is what
+    slots run as a child.
     """
 
     def __init__(
@@ -200,6 +206,8 @@ class RayCluster:
         *,
         on_cluster_lost: Callable[[str], None] | None = None,
         why_one_host: str = "",
+        on_stale: Callable[[str], None] = lambda why: None,
+        fence: Callable[[], None] = lambda: None,
         command: Sequence[str] = COMMAND,
     ) -> None:
         self._settings = settings
@@ -209,6 +217,7 @@ class RayCluster:
         self._on_slot_lost = on_slot_lost
         self._on_cluster_lost = on_cluster_lost
         self._why_one_host = why_one_host
+        self._on_stale, self._fence = on_stale, fence
         self._command = list(command)
         self._prefix = ray_calls.prefix(self._run_dir)
         self._head = EmbeddedRay(self._run_dir) if settings.address == "local" else None
@@ -251,6 +260,7 @@ class RayCluster:
         refused = [one for one in answers if isinstance(one, SlotRefused)]
         if refused:
             raise refused[0]
+        self._fence()
         await self._in_thread(_TABLE_LIMIT_S, ray_calls.kill_slots, list(found.values()))
         removed = await self._remove()
         return [*found, *removed]
@@ -531,6 +541,7 @@ class RayCluster:
 
     async def _give_back(self) -> None:
         """End what bears our names, whatever of it there is."""
+        self._fence()
         found = await self._in_thread(_TABLE_LIMIT_S, ray_calls.find_slots, f"{self._prefix}slot:")
         await self._in_thread(_TABLE_LIMIT_S, ray_calls.kill_slots, list(found.values()))
         await self._remove()
@@ -600,6 +611,7 @@ class RayCluster:
         """End a rank on this machine without its slot, which is dead or does not answer."""
         if generation not in self._started:
             return None, None
+        self._fence()
         owner = Identity(pid=slot.pid, started_at=slot.started_at)
         child = self._started[generation].get(slot.rank)
         arguments = (self._run_dir, generation, owner, child, timeout_s)
@@ -620,6 +632,8 @@ class RayCluster:
                 node_lost = "its node has died" in str(error)
                 self._lose(rank, str(error), node_lost or await self._is_node_lost(rank))
                 return
+            except StaleEpoch:
+                return  # the slot is another daemon's
             except SlotRefused as error:
                 self._lose(rank, str(error), False)
                 return
@@ -742,7 +756,11 @@ class RayCluster:
         except ray.exceptions.RayError as error:
             raise ClusterError(f"{name}: {_first_line(error)}") from error
         if "error" in answer:
-            raise SlotRefused(f"{name} refuses `{method}`: {answer['error']}")
+            said = f"{name} refuses `{method}`: {answer['error']}"
+            if not answer.get("stale"):
+                raise SlotRefused(said)
+            self._on_stale(said)
+            raise StaleEpoch(said)
         return dict(answer)
 
     async def _in_thread(self, limit_s: float, call: Callable[..., T], *arguments: Any) -> T:

@@ -32,6 +32,10 @@ class AlreadyRunning(OperatorError):
     exit_status = 73
 
 
+class Superseded(AlreadyRunning):
+    """The epoch of this daemon is over: a newer one runs the job; the text names it."""
+
+
 class HostError(EverstepError):
     """The machine, its disk or the cluster must be mended first; trying again changes nothing."""
 

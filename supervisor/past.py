@@ -1,9 +1,14 @@
 """What an earlier run leaves behind in the journal, read without the table that wrote it."""
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
+from supervisor import incidents, restore_points
 from supervisor.journal import Record
+
+UNKNOWN = "UNKNOWN"  # the state that a run without a journal has left
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,4 +58,28 @@ def past_of(records: Iterable[Record]) -> Past:
         incidents=numbers["incident"],
         committed_step=committed_step,
         verified=tuple(verified)[-16:],
+    )
+
+
+def past_on_disk(run_dir: Path) -> Past:
+    """What the other files tell where there is no journal: no number is used twice, nothing lost.
+
+    Its `state` is empty where nothing has run, else UNKNOWN. Raises OSError.
+    """
+    names = (
+        re.fullmatch(r"generation-(\d+)", one.name)
+        for below in ("checkpoints", "logs")
+        if (run_dir / below).is_dir()
+        for one in (run_dir / below).iterdir()
+    )
+    generation = max((int(name[1]) for name in names if name), default=0)
+    if generation == 0:
+        return Past()
+    points = restore_points.find(run_dir, None)
+    incident = incidents.latest(run_dir)
+    return Past(
+        state=UNKNOWN,
+        generation=generation,
+        incidents=incident["number"] if incident else 0,
+        committed_step=points[0].step if points else -1,
     )

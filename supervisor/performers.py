@@ -96,7 +96,7 @@ class Performers:
     `on_outcome` gets the events, `on_action` a record for the journal each time a task ends,
     `on_bug` an exception that nobody foresaw; `on_change` is called when one has ended, and
     `on_connected` each time the cluster is reached. `spec_of(effect, rank)` makes what a worker is
-    told.
+    told. `fence` raises Superseded once a newer daemon has the job: then nothing is begun.
     """
 
     def __init__(
@@ -120,6 +120,7 @@ class Performers:
         on_bug: Callable[[BaseException], None],
         on_change: Callable[[], None],
         on_connected: Callable[[], None] = lambda: None,
+        fence: Callable[[], None] = lambda: None,
     ) -> None:
         self.workers, self.drain_s, self.job = workers, drain_s, job
         self.placement_timeout_s, self.capacity_wait_s = placement_timeout_s, capacity_wait_s
@@ -128,6 +129,7 @@ class Performers:
         self.spec_of, self.result_of = spec_of, result_of
         self.on_outcome, self.on_action, self.on_bug = on_outcome, on_action, on_bug
         self.on_change, self.on_connected = on_change, on_connected
+        self.fence = fence
         self.rosters: dict[int, Roster] = {}
         self.pids: dict[int, dict[int, int]] = {}
         self.nodes: dict[int, str] = {}
@@ -217,6 +219,7 @@ class Performers:
             action["generation"] = generation
         outcome: e.Event | None = None
         try:
+            self.fence()
             outcome = await self._perform(effect)
         except asyncio.CancelledError:
             action["outcome"] = "called_off"

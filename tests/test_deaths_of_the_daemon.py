@@ -5,12 +5,14 @@ Whatever it had decided and not done is done by the next one, once; the job ends
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 
 from supervisor.fsm.job import Limits
-from supervisor.journal import read_journal
+from supervisor.journal import archives, last_segment, read_journal
+from supervisor.past import past_of
 from supervisor.replay import replay_file
 from tests.sim.run import Meddling, Sim, simulate
 from tests.sim.world import Fault, Script
@@ -115,3 +117,63 @@ def test_a_job_that_finishes_while_the_daemon_is_dead_is_completed_by_the_next(
     assert sim.states[-1] == "COMPLETED"
     assert sim.daemon.job.generation == 1
     assert [r["kind"] for r in read_journal(path)].count("header") == 1
+
+
+@pytest.mark.parametrize("story", STORIES)
+def test_a_journal_that_rolls_over_loses_nothing_of_what_it_tells(
+    story: str, tmp_path: Path
+) -> None:
+    """Budgets, recoveries, and the whole history replay as if it were one file."""
+    script, limits, meddle = STORIES[story]()
+    whole = simulate(tmp_path / "whole.jsonl", script, limits=limits, meddle=meddle)
+    script, limits, meddle = STORIES[story]()
+    path = tmp_path / "rolled" / "journal.jsonl"
+    path.parent.mkdir()
+    sim = simulate(path, script, limits=limits, meddle=meddle, roll_bytes=2000)
+    assert len(archives(path)) >= 2
+    assert sim.status == whole.status
+    assert sim.names == whole.names
+    assert sim.daemon.chronicle.recoveries() == whole.daemon.chronicle.recoveries()
+    assert sim.daemon.job.spent == whole.daemon.job.spent
+    report = replay_file(path)
+    assert report.difference == ""
+    assert (report.moves, report.segments) == (len(whole.moves), 1)
+    alone = tmp_path / "alone" / "journal.jsonl"  # what an operator copies away
+    alone.parent.mkdir()
+    shutil.copy(path, alone)
+    assert replay_file(alone).difference == ""
+    assert replay_file(alone).state == sim.states[-1]
+    past, expected = past_of(last_segment(path)), past_of(whole.records)
+    assert (past.state, past.generation, past.placement, past.incidents, past.committed_step) == (
+        expected.state,
+        expected.generation,
+        expected.placement,
+        expected.incidents,
+        expected.committed_step,
+    )
+
+
+@pytest.mark.parametrize("story", ["crash", "promotion"])
+def test_the_daemon_may_die_after_any_line_of_a_journal_that_rolls_over(
+    story: str, tmp_path: Path
+) -> None:
+    """What was ordered before the roll and not done is done by the next daemon all the same."""
+    script, limits, meddle = STORIES[story]()
+    undisturbed = simulate(
+        tmp_path / "whole.jsonl", script, limits=limits, meddle=meddle, roll_bytes=1500
+    )
+    last = undisturbed.records[-1]["seq"]
+    for line in range(2, last + 1):
+        path = tmp_path / str(line) / "journal.jsonl"
+        path.parent.mkdir()
+        script, limits, meddle = STORIES[story]()
+        sim = simulate(path, script, limits=limits, meddle=meddle, die_after=line, roll_bytes=1500)
+        if sim is None:
+            assert line > last - 6
+            continue
+        assert (sim.status, sim.states[-1]) == (undisturbed.status, undisturbed.states[-1]), line
+        assert not sim.cluster.ever_two_alive, line
+        rows = sim.daemon.chronicle.recoveries()
+        assert len(rows) == len(undisturbed.daemon.chronicle.recoveries()), line
+        assert all(row["total_s"] is not None for row in rows), line
+        assert replay_file(path).difference == "", line

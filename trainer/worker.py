@@ -43,6 +43,10 @@ class Refused(Exception):
     """An order that this slot does not carry out; the text is the answer."""
 
 
+class Stale(Refused):
+    """An order of a daemon whose epoch is over; the answer says `stale` too."""
+
+
 P = ParamSpec("P")
 
 
@@ -55,6 +59,8 @@ def answers(
     def wrapped(self: "ResilientWorker", /, *args: P.args, **kwargs: P.kwargs) -> str:
         try:
             return json.dumps(method(self, *args, **kwargs))
+        except Stale as error:
+            return json.dumps({"error": str(error), "stale": True})
         except (Refused, ChildError) as error:
             return json.dumps({"error": str(error)})
         except Exception as error:  # what it was is for the daemon to read, not for Ray to pickle
@@ -329,7 +335,7 @@ class ResilientWorker:
 
     def _refuse_stale(self, epoch: int) -> None:
         if epoch < self._epoch:
-            raise Refused(f"stale epoch {epoch}: this slot serves epoch {self._epoch}")
+            raise Stale(f"stale epoch {epoch}: this slot serves epoch {self._epoch}")
 
     def _child(self, generation: int) -> Child:
         child = self._children.get(generation)

@@ -17,7 +17,7 @@ from supervisor.fsm import events as e
 from supervisor.fsm.job import Job, Limits
 from supervisor.fsm.states import TERMINAL
 from supervisor.heartbeats import Deadlines, HeartbeatMonitor, Suspicion, watch
-from supervisor.journal import Journal, Record, read_journal
+from supervisor.journal import ROLL_BYTES, Journal, Record, read_history
 from supervisor.past import past_of
 from supervisor.performers import Performers, restore_point_of
 from supervisor.workers import silence
@@ -94,6 +94,8 @@ def simulate(
     disk: SimDisk | None = None,
     die_after: int | None = None,
     dead_s: float = 2.0,
+    roll_bytes: int = ROLL_BYTES,
+    fence: Callable[[], None] = lambda: None,
 ) -> Any:
     """Run to the end; a Sim. `meddle` maps virtual seconds to what is done to (daemon, cluster).
 
@@ -106,7 +108,8 @@ def simulate(
         kept = disk or SimDisk(script)
         kept.script = script
         cluster = SimCluster(script, kept)
-        life = functools.partial(_life, path, script, limits or Limits(), cluster, kept)
+        given = (path, script, limits or Limits(), cluster, kept)
+        life = functools.partial(_life, *given, roll_bytes=roll_bytes, fence=fence)
         try:
             if die_after is None:
                 return await life(meddle or {}, epoch)
@@ -139,6 +142,9 @@ async def _life(
     meddle: dict[float, Meddling],
     epoch: int,
     die_after: int = 10**9,
+    *,
+    roll_bytes: int,
+    fence: Callable[[], None],
 ) -> Sim:
     """One daemon, from its start to its end or its death."""
     store = SimStore(JOB, cluster)
@@ -171,6 +177,7 @@ async def _life(
             on_action=daemon.note_action,
             on_bug=daemon.note_bug,
             on_change=daemon.wake,
+            fence=fence,
         )
 
     daemon = Daemon(
@@ -189,6 +196,8 @@ async def _life(
         clock=clock,
         header=header_of(job=JOB, limits=asdict(limits), settings_digest="0" * 16),
         performers_of=performers_of,
+        roll_bytes=roll_bytes,
+        fence=fence,
     )
 
     def take(record: Record) -> None:
@@ -251,7 +260,7 @@ async def _life(
         cluster=cluster,
         disk=disk,
         store=store,
-        records=list(read_journal(path)),
+        records=list(read_history(path)),
         virtual_s=loop.time(),
     )
 

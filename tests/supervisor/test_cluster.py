@@ -53,6 +53,7 @@ class Story:
         self.cluster_lost: list[str] = []
         self.records: list[tuple[float, dict[str, Any]]] = []
         self.lost: list[tuple[float, tuple[int, ...], str, bool]] = []
+        self.stale: list[str] = []
         self.run_dir = run_dir
         self.cluster = RayCluster(
             Needs(**needs),
@@ -61,6 +62,7 @@ class Story:
             lambda record: self.records.append((time.monotonic(), record)),
             lambda *loss: self.lost.append((time.monotonic(), *loss)),
             on_cluster_lost=self.cluster_lost.append,
+            on_stale=self.stale.append,
             command=[sys.executable, str(STAND_IN)],
         )
 
@@ -412,6 +414,7 @@ def test_what_a_killed_daemon_left_is_swept_by_the_next_and_by_no_earlier_one(
         with pytest.raises(ClusterError, match="stale epoch 1"):
             await story.cluster.sweep()
         assert not any(map(is_gone, [*actors, *children]))
+        assert "this slot serves epoch" in story.stale[0]  # by which its daemon knows to end
         successor = Story(run_dir, epoch=6)
         swept = await successor.cluster.sweep()
         assert sorted(name.split(":", 3)[3] for name in swept) == [

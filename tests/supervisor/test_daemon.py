@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from supervisor.daemon import Clock, _merged
-from supervisor.errors import DeveloperError, DiskError
+from supervisor.errors import DeveloperError, DiskError, Superseded
 from supervisor.fsm import events as e
 from supervisor.journal import Journal, read_journal
 from supervisor.replay import replay_file
 from tests.sim.run import simulate
-from tests.sim.world import Fault, Script
+from tests.sim.world import Fault, Script, SimCluster
 from tests.supervisor.virtual import VirtualLoop
 
 ROOT = Path(__file__).parents[2]
@@ -84,6 +84,34 @@ def test_while_the_journal_cannot_be_written_nothing_is_done_and_training_goes_o
     gone = sim.event("workers_gone")["at"]
     assert crash < 1_000_012 < 1_000_020 < gone
     assert replay_file(path).difference == ""
+
+
+def test_a_daemon_whose_epoch_is_over_writes_nothing_and_orders_nothing(tmp_path: Path) -> None:
+    """It was frozen while another took the job over; a crash is the first thing it hears of."""
+    path = tmp_path / "journal.jsonl"
+    asked: list[float] = []
+
+    def fence() -> None:
+        asked.append(asyncio.get_running_loop().time())
+        if asked[-1] >= 10.0:
+            raise Superseded("epoch 1 is over: pid 7 runs this job now")
+
+    ended: list[list[str]] = []
+
+    class Watched(SimCluster):
+        async def end_all(self) -> None:
+            ended.append(list(self.calls))
+            await super().end_all()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tests.sim.run.SimCluster", Watched)
+        with pytest.raises(Superseded, match="pid 7") as caught:
+            simulate(path, Script(faults=[Fault(kind="kill", step=15)]), fence=fence)
+    assert caught.value.exit_status == 73
+    assert max(asked) < 11.0  # the next checkpoint would have been its next line
+    assert ended == [["connect", "place 1", "start 1"]]
+    moves = [record for record in read_journal(path) if record["kind"] == "move"]
+    assert all(move["event"]["at"] < 1_000_010 for move in moves)
 
 
 def test_a_bug_ends_the_daemon_with_its_story(
