@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from numpy.typing import NDArray
 
 from trainer.config import DataSettings
+from trainer.data.files import format_of
 from trainer.data.windows import Windows, read_text
 from trainer.tokenizer import BytesTokenizer, Tokenizer
 
@@ -60,13 +61,24 @@ def open_source(
     first start waits for it; `tick` is called while that goes on. Raises `SettingsError` for data
     that are missing, malformed, or too few for one global batch.
     """
-    if _as_windows(settings, tokenizer):
+    kind = format_of(settings, config_dir)
+    if _as_windows(settings, kind, tokenizer):
         text = read_text(settings, str(config_dir))
         return Windows(text, settings, seed=seed, held_out_batches=held_out_batches)
-    raise NotImplementedError
+    from trainer.data.corpus import open_rows  # the default job needs none of it
+
+    return open_rows(
+        settings,
+        kind,
+        tokenizer,
+        Path(config_dir),
+        seed=seed,
+        held_out_batches=held_out_batches,
+        tick=tick,
+    )
 
 
-def _as_windows(settings: DataSettings, tokenizer: Tokenizer) -> bool:
-    if settings.format not in ("auto", "text") or settings.packing != "auto":
+def _as_windows(settings: DataSettings, kind: str, tokenizer: Tokenizer) -> bool:
+    if kind != "text" or settings.packing != "auto" or settings.held_out_path:
         return False
-    return isinstance(tokenizer, BytesTokenizer) and not settings.held_out_path
+    return isinstance(tokenizer, BytesTokenizer)

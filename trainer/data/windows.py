@@ -7,22 +7,15 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
-import sysconfig
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from trainer.config import DataSettings
+from trainer.data.files import find_files
 from trainer.settings import SettingsError
-
-_SKIPPED_OF_STDLIB = frozenset(
-    {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
-)
 
 Bytes = NDArray[np.uint8]
 
@@ -45,7 +38,7 @@ def read_text(settings: DataSettings, config_dir: str) -> Text:
     """
     pieces: list[bytes] = []
     left = settings.bytes_max
-    for file in _files(settings, config_dir):
+    for file in find_files(settings, "text", config_dir):
         if left <= 0:
             break
         with file.open("rb") as opened:
@@ -157,35 +150,3 @@ def _draw(text: Text, *, seed: int, step: int, count: int, length: int) -> NDArr
 def _windows(data: Bytes, starts: NDArray[np.int64], length: int) -> Bytes:
     rows: Bytes = data[starts[:, None] + np.arange(length + 1)]
     return rows
-
-
-def _files(settings: DataSettings, config_dir: str) -> Iterator[Path]:
-    if not settings.path:
-        root = Path(sysconfig.get_path("stdlib"))
-        yield from _inside(root, (".py",), _SKIPPED_OF_STDLIB)
-        return
-    for name in settings.path:
-        path = Path(config_dir) / Path(name).expanduser()
-        if path.is_file():
-            yield path
-        elif path.is_dir():
-            found = list(_inside(path, settings.suffixes, frozenset()))
-            if not found:
-                raise SettingsError(
-                    f"[trainer.data] path: {path} holds no file that ends in "
-                    f"{', '.join(settings.suffixes)}; name the files, or change suffixes"
-                )
-            yield from found
-        else:
-            raise SettingsError(
-                f"[trainer.data] path: {path} does not exist; name text files or folders, "
-                "or leave path out to train on the sources of Python's standard library"
-            )
-
-
-def _inside(root: Path, suffixes: tuple[str, ...], skipped: frozenset[str]) -> list[Path]:
-    found = []
-    for folder, folders, names in os.walk(root):
-        folders[:] = [one for one in folders if one not in skipped and not one.startswith(".")]
-        found += [Path(folder) / one for one in names if one.endswith(suffixes)]
-    return sorted(found, key=lambda path: path.relative_to(root).as_posix())

@@ -1,0 +1,330 @@
+"""From files to tokens: text, JSON Lines, Parquet, folders of Hugging Face `datasets`.
+
+Reads in one pass, in bounded memory. Whatever is malformed is a `SettingsError` that names the
+file, the place in it and the remedy; there is nothing that a retry could change.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from trainer.settings import SettingsError
+from trainer.tokenizer import Tokenizer
+
+BLOCK_BYTES = 1 << 20
+"""Text is encoded in blocks of about this size, each ending with a line."""
+
+_LINE_BYTES = 1 << 16
+_ROWS_AT_ONCE = 1024
+EXTRA = "pip install 'everstep[finetune]'"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """Tokens of a document, in order; `ends` with the last of them.
+
+    `counts` says of each token whether it counts as a target; None: all do.
+    """
+
+    tokens: Sequence[int]
+    counts: Sequence[bool] | None = None
+    held_out: bool = False
+    ends: bool = True
+
+
+def read_texts(
+    files: Iterable[Path], tokenizer: Tokenizer, *, held_out_fraction: float, bytes_max: int | None
+) -> Iterator[Part]:
+    """Each file is a document, and the tail of it another, which is held out.
+
+    Reading stops after `bytes_max` bytes. Both documents end as texts end.
+    """
+    left = bytes_max
+    for file in files:
+        size = _size(file)
+        size = size if left is None else min(size, left)
+        if left is not None:
+            left -= size
+        cut = size - int(size * held_out_fraction)
+        with _opened(file) as opened:
+            yield from _text(opened, file, tokenizer, range(cut), held_out=False)
+            yield from _text(opened, file, tokenizer, range(opened.tell(), size), held_out=True)
+        if left == 0:
+            return
+
+
+def _text(
+    opened: BinaryIO, file: Path, tokenizer: Tokenizer, place: range, *, held_out: bool
+) -> Iterator[Part]:
+    """One document: the bytes at `place`, and what is missing of the last character."""
+    end = [] if tokenizer.end is None else [tokenizer.end]
+    offset = place.start
+    while offset < place.stop:
+        block = opened.read(min(BLOCK_BYTES, place.stop - offset))
+        # To the end of a line where there is one near, so that no word is cut in two.
+        block += opened.readline(min(_LINE_BYTES, place.stop - offset - len(block)))
+        block += _rest_of_character(opened)
+        if not block:
+            raise SettingsError(f"{file}: became shorter while it was read; start again")
+        tokens = _encode(tokenizer, _decoded(block, file, offset), f"{file}")
+        offset += len(block)
+        ends = offset >= place.stop
+        yield Part(tokens=[*tokens, *end] if ends else tokens, held_out=held_out, ends=ends)
+
+
+def _rest_of_character(opened: Any) -> bytes:
+    """What follows of a character of UTF-8 that was begun: three bytes at most."""
+    rest = b""
+    while len(rest) < 3 and (following := opened.peek(1)[:1]) and 0x80 <= following[0] < 0xC0:
+        rest += opened.read(1)
+    return rest
+
+
+def read_records(
+    records: Iterable[tuple[str, Mapping[str, Any]]], tokenizer: Tokenizer, text_key: str
+) -> Iterator[Part]:
+    """Each record is a document: "messages", or "prompt" and "completion", or the text.
+
+    Of a conversation only what the assistant says counts, of a pair only the completion. Texts that
+    are empty are passed over. `records` come with the place that they were read at.
+    """
+    for where, record in records:
+        part = _document(record, where, tokenizer, text_key)
+        if part.tokens:
+            yield part
+
+
+def records_of(kind: str, files: Sequence[Path], text_key: str) -> Iterator[tuple[str, Any]]:
+    """The records of files of `kind` "jsonl", "parquet" or "dataset", each with its place.
+
+    Raises `SettingsError` where there is none.
+    """
+    read = {"jsonl": _json_lines, "parquet": _parquet, "dataset": _saved_dataset}[kind]
+    empty = True
+    for file in files:
+        for one in read(file, text_key):
+            empty = False
+            yield one
+    if empty:
+        raise SettingsError(f"{files[0]}: holds no records; name data in [trainer.data] path")
+
+
+# ------------------------------------------------------------------------------- one record
+
+
+def _document(record: Mapping[str, Any], where: str, tokenizer: Tokenizer, text_key: str) -> Part:
+    end = [] if tokenizer.end is None else [tokenizer.end]
+    if record.get("messages") is not None:
+        return _conversation(record["messages"], f"{where}: messages", tokenizer)
+    if "prompt" in record and "completion" in record:
+        prompt, completion = record["prompt"], record["completion"]
+        if isinstance(prompt, list) and isinstance(completion, list):
+            return _conversation([*prompt, *completion], f"{where}: prompt, completion", tokenizer)
+        before = _encode(tokenizer, _as_text(prompt, f"{where}: prompt"), where)
+        after = _encode(tokenizer, _as_text(completion, f"{where}: completion"), where) + end
+        if not after:
+            raise SettingsError(f"{where}: completion is empty; there is nothing to learn from it")
+        counts = [False] * len(before) + [True] * len(after)
+        return Part(tokens=before + after, counts=counts)
+    if text_key not in record:
+        raise SettingsError(
+            f"{where}: has neither {text_key!r}, nor messages, nor prompt and completion, but "
+            f"{', '.join(map(repr, record)) or 'nothing'}; name the key of the text in "
+            "[trainer.data] text_key"
+        )
+    text = _as_text(record[text_key], f"{where}: {text_key}")
+    return Part(tokens=_encode(tokenizer, text, where) + end if text else [])
+
+
+def _conversation(messages: object, where: str, tokenizer: Tokenizer) -> Part:
+    if not isinstance(messages, list) or not messages:
+        raise SettingsError(f"{where}: is {_shown(messages)}, expected a list of messages")
+    for number, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            raise SettingsError(
+                f"{where}[{number}]: is {_shown(message)}, expected role and content"
+            )
+        for key in ("role", "content"):
+            _as_text(message.get(key), f"{where}[{number}].{key}")
+    if all(message["role"] != "assistant" for message in messages):
+        raise SettingsError(
+            f'{where}: nothing in it has the role "assistant", and only that is learned; its roles '
+            f"are {', '.join(sorted({message['role'] for message in messages}))}"
+        )
+    try:
+        tokens, counts = tokenizer.chat(messages)
+    except UnicodeEncodeError as error:
+        raise _half_a_character(where, error) from None
+    return Part(tokens=tokens, counts=counts)
+
+
+def _as_text(value: object, where: str) -> str:
+    if not isinstance(value, str):
+        raise SettingsError(f"{where}: is {_shown(value)}, expected a text")
+    return value
+
+
+def _shown(value: object) -> str:
+    if value is None:
+        return "missing or null"
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _encode(tokenizer: Tokenizer, text: str, where: str) -> list[int]:
+    try:
+        return tokenizer.encode(text)
+    except UnicodeEncodeError as error:
+        raise _half_a_character(where, error) from None
+
+
+def _half_a_character(where: str, error: UnicodeEncodeError) -> SettingsError:
+    return SettingsError(
+        f"{where}: character {error.start} is half of a surrogate pair, which is no text; write "
+        "the file anew from its source"
+    )
+
+
+# ------------------------------------------------------------------------------- one file
+
+
+def _json_lines(file: Path, _: str) -> Iterator[tuple[str, Any]]:
+    offset = 0
+    with _opened(file) as opened:
+        for number, line in enumerate(opened, 1):
+            where = f"{file}:{number}"
+            if offset == 0:
+                line = line.removeprefix(b"\xef\xbb\xbf")  # a byte order mark
+            text = _decoded(line, file, offset, f":{number}")
+            offset += len(line)
+            if not text.strip():
+                continue
+            try:
+                record = json.loads(text)
+            except json.JSONDecodeError as error:
+                raise SettingsError(
+                    f"{where}: is not JSON: {error.msg} (column {error.colno}); each line must be "
+                    "one whole object"
+                ) from None
+            if not isinstance(record, dict):
+                raise SettingsError(f"{where}: is {_shown(record)}, expected a JSON object")
+            yield where, record
+
+
+def _parquet(file: Path, text_key: str) -> Iterator[tuple[str, Any]]:
+    pyarrow = _pyarrow()
+    try:
+        with pyarrow.parquet.ParquetFile(file) as opened:
+            columns = _columns(opened.schema_arrow.names, text_key, f"{file}")
+            batches = opened.iter_batches(batch_size=_ROWS_AT_ONCE, columns=columns)
+            yield from _rows(batches, f"{file}")
+    except (pyarrow.ArrowException, OSError) as error:
+        raise _unreadable(file, "a Parquet file", error) from None
+
+
+def _saved_dataset(folder: Path, text_key: str) -> Iterator[tuple[str, Any]]:
+    """A folder of `save_to_disk`: Arrow streams and a state.json that names them in order.
+
+    Of a folder of several splits it is the one called "train".
+    """
+    if (folder / "dataset_dict.json").is_file():
+        splits = _json_of(folder / "dataset_dict.json").get("splits", [])
+        if "train" not in splits:
+            raise SettingsError(
+                f'{folder}: holds the splits {", ".join(splits)} and none called "train"; name the '
+                "folder of the one to train on"
+            )
+        folder = folder / "train"
+    pyarrow = _pyarrow()
+    names = [one.get("filename") for one in _json_of(folder / "state.json").get("_data_files", [])]
+    for name in names:
+        file = folder / str(name)
+        try:
+            with pyarrow.memory_map(str(file)) as opened, pyarrow.ipc.open_stream(opened) as stream:
+                columns = _columns(stream.schema.names, text_key, f"{file}")
+                small = (
+                    batch.select(columns).slice(start, _ROWS_AT_ONCE)
+                    for batch in stream
+                    for start in range(0, batch.num_rows, _ROWS_AT_ONCE)
+                )
+                yield from _rows(small, f"{file}")
+        except (pyarrow.ArrowException, OSError) as error:
+            raise _unreadable(file, "an Arrow file of a saved dataset", error) from None
+
+
+def _rows(batches: Iterable[Any], file: str) -> Iterator[tuple[str, Any]]:
+    number = 0
+    for batch in batches:
+        for record in batch.to_pylist():
+            yield f"{file}, row {number}", record
+            number += 1
+
+
+def _columns(names: Sequence[str], text_key: str, where: str) -> list[str]:
+    """The columns that hold a document; the others are not even read."""
+    if "messages" in names:
+        return ["messages"]
+    if "prompt" in names and "completion" in names:
+        return ["prompt", "completion"]
+    if text_key in names:
+        return [text_key]
+    raise SettingsError(
+        f"{where}: has neither a column {text_key!r}, nor messages, nor prompt and completion, but "
+        f"{', '.join(map(repr, names))}; name the column of the text in [trainer.data] text_key"
+    )
+
+
+def _pyarrow() -> Any:
+    try:
+        import pyarrow.parquet
+    except ModuleNotFoundError:
+        raise SettingsError(
+            f"[trainer.data] format: this one needs the package pyarrow: {EXTRA}"
+        ) from None
+    return pyarrow
+
+
+def _json_of(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise _unreadable(file, "a file of a saved dataset", error) from None
+    if not isinstance(found, dict):
+        raise _unreadable(file, "a file of a saved dataset", "it holds no object")
+    return found
+
+
+def _size(file: Path) -> int:
+    try:
+        return file.stat().st_size
+    except OSError as error:
+        raise _unreadable(file, "text", error) from None
+
+
+def _opened(file: Path) -> Any:
+    try:
+        return file.open("rb")
+    except OSError as error:
+        raise _unreadable(file, "text", error) from None
+
+
+def _decoded(block: bytes, file: Path, offset: int, line: str = "") -> str:
+    try:
+        return block.decode()
+    except UnicodeDecodeError as error:
+        raise SettingsError(
+            f"{file}{line}: is not UTF-8 (byte {offset + error.start} of the file); save it as "
+            "UTF-8, or take it out of [trainer.data] path"
+        ) from None
+
+
+def _unreadable(file: Path, kind: str, error: object) -> SettingsError:
+    reason = getattr(error, "strerror", None) or str(error)
+    return SettingsError(
+        f"{file}: cannot be read as {kind}: {reason}; check it, or take it out of "
+        "[trainer.data] path"
+    )
