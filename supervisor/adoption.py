@@ -3,14 +3,15 @@
 Training has not stopped meanwhile, and nobody pays for the restart.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from supervisor.daemon import Daemon
 from supervisor.fsm import effects as x
 from supervisor.fsm import events as e
 from supervisor.fsm.job import Job
-from supervisor.fsm.states import TERMINAL
+from supervisor.fsm.states import TERMINAL, State
 from supervisor.journal import Record
 from supervisor.replay import rebuild
 from supervisor.unfinished import unfinished
@@ -43,10 +44,17 @@ def inherit(records: Sequence[Record]) -> Inheritance | None:
     return Inheritance(job=job, pending=pending, settings_digest=str(records[0].get("settings")))
 
 
-async def go_on(daemon: Daemon, inherited: Inheritance, *, epoch: int) -> int:
+async def go_on(
+    daemon: Daemon,
+    inherited: Inheritance,
+    *,
+    epoch: int,
+    ended: Mapping[str, Any] | None = None,
+) -> int:
     """Adopt what lives and run the job to its end; the exit status.
 
-    The cluster must be connected. Raises ClusterError where leftovers cannot be proven gone.
+    `ended` is how workers ended that were orphans. The cluster must be connected. Raises
+    ClusterError where leftovers cannot be proven gone.
     """
     job, performers = inherited.job, daemon.performers
     performers.inherit(job)
@@ -65,11 +73,37 @@ async def go_on(daemon: Daemon, inherited: Inheritance, *, epoch: int) -> int:
         for rank, pid in sorted(ranks.items())
     )
     if has_slots and children is None:
-        every_rank = tuple(range(performers.workers))
-        why = "gone when the daemon came back"
-        lost = e.SlotLost(at=daemon.clock(), generation=job.active, ranks=every_rank, why=why)
-        daemon.post(lost)
+        for event in _without_slots(job, ended, performers.workers, daemon.clock()):
+            daemon.post(event)
     restarted = e.SupervisorRestarted(
         at=daemon.clock(), epoch=epoch, adopted=adopted, slots=children is not None
     )
     return await daemon.go_on(restarted, inherited.pending)
+
+
+def _without_slots(
+    job: Job, ended: Mapping[str, Any] | None, workers: int, at: float
+) -> Iterator[e.Event]:
+    """What it means that no slot is left: orphans that finished or saved, or a loss."""
+    common: dict[str, Any] = {"at": at, "generation": job.active}
+    if ended is None:
+        why = "gone when the daemon came back"
+        yield e.SlotLost(**common, ranks=tuple(range(workers)), why=why)
+        return
+    done = ended["completed"]
+    if done is None:
+        saved = f"step {ended['step']} is saved" if ended["saved"] else "nothing was saved"
+        why = f"no daemon was heard of for {ended['after_s']:g} s; {saved}"
+        yield e.WorkersOrphaned(**common, step=int(ended["step"]), why=why)
+        return
+    if job.state is State.INITIALIZING:
+        yield e.WorkersInitialized(**common, step=job.restore_step)
+    elif job.state is State.RESTORING:
+        yield e.WorkersRestored(**common, step=job.restore_step)
+    yield e.TrainingCompleted(
+        **common,
+        step=int(done["step"]),
+        params_digest=str(done["params_digest"]),
+        loss=done.get("loss"),
+        held_out_loss=done.get("held_out_loss"),
+    )

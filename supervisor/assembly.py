@@ -49,6 +49,7 @@ from supervisor.status import snapshot
 from supervisor.troubles import Troubles
 from supervisor.workers import silence
 from trainer.heartbeat import BeatMessage, StoreAddress, canary_key
+from trainer.orphans import how_they_ended
 from trainer.snapshot import SnapshotError, sweep
 from trainer.snapshot import directory_of as snapshot_directory
 
@@ -140,6 +141,7 @@ class _Assembly:
             why_one_host=LOOPBACK_ONLY if settings.heartbeats.redis_url == "local" else "",
             on_stale=self._on_stale,
             fence=lock.check,
+            orphan_after_s=settings.recovery.orphan_after_s,
         )
         self.daemon = Daemon(
             job=inherited.job if inherited else self._job(),
@@ -465,7 +467,8 @@ class _Assembly:
             log.warning("settings_changed", consequence="they count from the next start of workers")
         await self.daemon.performers.connect()
         self._watch(stack)
-        return await go_on(self.daemon, inherited, epoch=self.lock.epoch)
+        ended = how_they_ended(self.run_dir, inherited.job.active)
+        return await go_on(self.daemon, inherited, epoch=self.lock.epoch, ended=ended)
 
     def _watch(self, stack: AsyncExitStack) -> None:
         store = self.daemon.performers.store

@@ -142,7 +142,7 @@ class Cluster(Protocol):
     async def adopt(self, placement: int) -> dict[int, dict[int, int]] | None:
         """Take over the slots that an earlier daemon placed; their children by generation, rank.
 
-        None where a slot is missing.
+        None where a slot is missing, or is about to end by itself.
         """
 
     async def start(self, generation: int, specs: Sequence[dict[str, Any]]) -> dict[int, int]:
@@ -208,6 +208,7 @@ class RayCluster:
         why_one_host: str = "",
         on_stale: Callable[[str], None] = lambda why: None,
         fence: Callable[[], None] = lambda: None,
+        orphan_after_s: float = 0.0,
         command: Sequence[str] = COMMAND,
     ) -> None:
         self._settings = settings
@@ -218,6 +219,7 @@ class RayCluster:
         self._on_cluster_lost = on_cluster_lost
         self._why_one_host = why_one_host
         self._on_stale, self._fence = on_stale, fence
+        self._orphan_after_s = orphan_after_s
         self._command = list(command)
         self._prefix = ray_calls.prefix(self._run_dir)
         self._head = EmbeddedRay(self._run_dir) if settings.address == "local" else None
@@ -315,6 +317,7 @@ class RayCluster:
         )
         told = await asyncio.gather(*questions, return_exceptions=True)
         answers = [one for one in told if not isinstance(one, BaseException)]
+        answers = [one for one in answers if not one.get("leaving")]  # as an orphan, on its own
         if len(answers) < len(actors):
             return None
         self._settle(actors, answers, at)
@@ -496,6 +499,7 @@ class RayCluster:
             "cpus": settings.cpus_per_worker,
             "gpus": settings.gpus_per_worker,
             "command": self._command,
+            "orphan_after_s": self._orphan_after_s,
         }
         creations = (
             self._in_thread(

@@ -183,6 +183,11 @@ class RecoverySettings(Section):
         ge=0,
         description="seconds a victim's error waits for the cause to show itself",
     )
+    orphan_after_s: float = Field(
+        default=3600.0,
+        ge=0,
+        description="seconds without any daemon until workers save and end; 0 = never",
+    )
 
 
 class ControlSettings(Section):
@@ -238,6 +243,12 @@ class Settings(Section):
                 keys=("heartbeats.lease_s", "deadlines.drain_s"),
                 message="silence must be noticed before a drain is given up: every_s < lease_s < "
                 f"drain_s; set drain_s above {lease_s:g}, or lower lease_s",
+            )
+        if 0 < self.recovery.orphan_after_s <= lease_s:
+            yield Relation(
+                keys=("recovery.orphan_after_s", "heartbeats.lease_s"),
+                message="a daemon that is started again needs a moment, and its workers must not "
+                f"end meanwhile; set orphan_after_s well above {lease_s:g}, or to 0",
             )
         if not last_call_s < drain_s:
             yield Relation(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -177,3 +178,38 @@ def test_the_daemon_may_die_after_any_line_of_a_journal_that_rolls_over(
         assert len(rows) == len(undisturbed.daemon.chronicle.recoveries()), line
         assert all(row["total_s"] is not None for row in rows), line
         assert replay_file(path).difference == "", line
+
+
+def orphans_ended(**facts: Any) -> dict[str, Any]:
+    return {"after_s": 3600.0, "at": 1.0, "step": -1, "saved": False, "completed": None, **facts}
+
+
+def test_orphans_that_saved_and_ended_cost_no_budget(tmp_path: Path) -> None:
+    """Nobody started the daemon again for an hour; the job goes on from what they saved."""
+    path = tmp_path / "journal.jsonl"
+    script = Script(steps=60, orphans_ended=orphans_ended(step=20, saved=True))
+    sim = simulate(path, script, limits=Limits(failures_max=0), die_after=14, dead_s=60.0)
+    assert sim.status == 0
+    orphaned = sim.event("workers_orphaned")
+    assert orphaned["why"] == "no daemon was heard of for 3600 s; step 20 is saved"
+    assert sim.daemon.job.spent == {}
+    assert sim.daemon.job.generation == 2
+    assert not sim.cluster.ever_two_alive
+    assert replay_file(path).difference == ""
+
+
+@pytest.mark.parametrize("line", [8, 12, 14])
+def test_a_job_that_finished_as_an_orphan_is_completed_from_the_files(
+    tmp_path: Path, line: int
+) -> None:
+    """It committed, waited, and ended; the next daemon has nothing to start, in any state."""
+    path = tmp_path / "journal.jsonl"
+    done = {"step": 40, "params_digest": "d" * 64, "loss": 1.0, "held_out_loss": 1.1}
+    script = Script(orphans_ended=orphans_ended(step=40, saved=True, completed=done))
+    sim = simulate(path, script, die_after=line, dead_s=60.0)
+    assert sim.status == 0
+    assert sim.states[-1] == "COMPLETED"
+    assert sim.daemon.job.result["params_digest"] == "d" * 64
+    assert sim.daemon.job.generation == 1
+    assert sim.daemon.job.incidents == 0
+    assert replay_file(path).difference == ""

@@ -14,7 +14,7 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -331,3 +331,19 @@ def connect(address: StoreAddress) -> Callable[[float], Redis]:
         return Redis(**address.options(timeout_s), retry=Retry(NoBackoff(), 0))
 
     return make
+
+
+def read_canary(job: str, store: Mapping[str, Any], timeout_s: float = 1.0) -> str | None:
+    """What the daemon of a job last wrote to the store; None where it is not there, or no answer.
+
+    `store` is the part of a worker's spec that names it.
+    """
+    from redis import RedisError
+
+    address = {one.name: store[one.name] for one in fields(StoreAddress) if one.name in store}
+    try:
+        with connect(StoreAddress(**address))(timeout_s) as client:
+            found = client.get(canary_key(job))
+    except (RedisError, OSError):
+        return None
+    return None if found is None else str(found)

@@ -102,6 +102,7 @@ class Orders:
     def __init__(self) -> None:
         self.stop_asked = threading.Event()
         self.go = threading.Event()
+        self.go_wait_s = GO_WAIT_S
         self.standby: queue.SimpleQueue[tuple[bool, RestorePoint | None]] = queue.SimpleQueue()
         """(whether it is promoted, where to start); before that it may be told what to load."""
         self.promoted = False
@@ -272,7 +273,7 @@ class Worker:
         self.orders.stop_asked.clear()
         self.reports.send("stopping", after_step=following)
         self.beat.enter("wait")
-        if self.spec.world_size == 1 or self.orders.go.wait(GO_WAIT_S):
+        if self.spec.world_size == 1 or self.orders.go.wait(self.orders.go_wait_s):
             self.orders.stop_after = following
         else:
             log.warning("stop called off: the others were not told", after_step=following)
@@ -281,6 +282,7 @@ class Worker:
     def _obey(self, order: Mapping[str, Any]) -> None:
         kind = order["order"]
         if kind == "stop":
+            self.orders.go_wait_s = float(order.get("go_wait_s", GO_WAIT_S))
             self.orders.stop_asked.set()
         elif kind == "go":
             self.orders.go.set()

@@ -242,7 +242,7 @@ async def _life(
     ]
     try:
         if inherited:
-            status = await go_on(daemon, inherited, epoch=epoch)
+            status = await go_on(daemon, inherited, epoch=epoch, ended=script.orphans_ended)
         else:
             status = await daemon.run(after=past.state)
     finally:
