@@ -38,6 +38,7 @@ _DOUBT_PAUSE_S = 0.25
 _SAME_MOMENT_S = 0.02  # deaths this close together are told as one
 _PLACEMENT_PAUSE_S = 0.05
 _LEAVE_AFTER_S = 30.0
+_ASIDE_S = 30.0  # then a node where processes could not be ended is tried again
 _PATIENCE_S = 5.0  # with a slot that does not answer to `kill`
 _THREADS = 4  # Ray's calls may hang with its head; more would hang in vain
 
@@ -48,6 +49,10 @@ class ClusterError(EverstepError):
 
 class PlacementTimedOut(ClusterError):
     """The slots that were asked for did not come in time."""
+
+
+class SlotsSetAside(ClusterError):
+    """Slots came to lie beside processes that cannot be ended: their nodes are used no more."""
 
 
 class SlotDied(ClusterError):
@@ -85,6 +90,15 @@ class Slot:
     started_at: float
     local_rank: int
     node_rank: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Aside:
+    """A node that is not used until `until` (seconds of the loop), and why."""
+
+    why: str
+    is_here: bool
+    until: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,6 +242,7 @@ class RayCluster:
         self._actors: tuple[Any, ...] = ()
         self._machines: tuple[str, ...] = ()
         self._dead: dict[int, str] = {}
+        self._aside: dict[str, _Aside] = {}
         self._started: dict[int, dict[int, Identity]] = {}
         self._watches: list[asyncio.Task[None]] = []
         self._guard: asyncio.Task[None] | None = None
@@ -265,21 +280,27 @@ class RayCluster:
         self._fence()
         await self._in_thread(_TABLE_LIMIT_S, ray_calls.kill_slots, list(found.values()))
         removed = await self._remove()
+        await self._end_orphans()
         return [*found, *removed]
 
     async def shortage(self) -> str | None:
-        """Compares with all that the living nodes have, in use or not."""
+        """Compares with all that the living nodes have, in use or not, but for those set aside."""
         table = await self._in_thread(_TABLE_LIMIT_S, ray_calls.nodes)
+        await self._take_back_nodes()
         living = [node for node in table if node.is_alive]
         if self._why_one_host and (away := ray_calls.addresses_elsewhere(living)):
             return f"cannot run on a cluster with {', '.join(away[:4])}: {self._why_one_host}"
         workers, kind = self._settings.workers, self._settings.placement
-        return ray_calls.shortage(self._bundle(), workers, kind, living)
+        usable = [node for node in living if node.id not in self._aside]
+        short = ray_calls.shortage(self._bundle(), workers, kind, usable)
+        if short and self._aside:
+            short += f"; set aside: {'; '.join(one.why for one in self._aside.values())}"
+        return short
 
     async def place(self, placement: int, timeout_s: float) -> tuple[Slot, ...]:
         """Place the slots anew. Whatever way it fails, nothing of it is left.
 
-        Raises PlacementTimedOut or ClusterError.
+        Raises PlacementTimedOut, ClusterError, or SlotsSetAside after which it may be tried again.
         """
         await self.release(forget=False)
         try:
@@ -451,6 +472,7 @@ class RayCluster:
             await self._end_slots(forget)
         if forget:
             await self._in_thread(_ORDER_LIMIT_S, sweep, snapshot_directory(self._run_dir))
+            await self._end_orphans()
 
     async def _end_slots(self, forget: bool) -> None:
         self._stop_watching()
@@ -490,6 +512,7 @@ class RayCluster:
             bundle,
             settings.workers,
             settings.placement,
+            list(self._aside),
         )
         while (at := await self._in_thread(_TABLE_LIMIT_S, ray_calls.group_nodes, group)) is None:
             await asyncio.sleep(_PLACEMENT_PAUSE_S)
@@ -520,7 +543,34 @@ class RayCluster:
             self._ask(f"slot {index}", actor, "describe", limit_s=None)
             for index, actor in enumerate(actors)
         )
-        self._settle(actors, await asyncio.gather(*questions), at)
+        told = await asyncio.gather(*questions)
+        self._set_aside(at, told)
+        self._settle(actors, told, at)
+
+    def _set_aside(self, at: list[str], told: Sequence[dict[str, Any]]) -> None:
+        """A new slot has tried to end what dead ones left on its node; what it could not stays."""
+        until = asyncio.get_running_loop().time() + _ASIDE_S
+        found = {}
+        for node, one in zip(at, told, strict=True):
+            if one["orphans"]:
+                pids = ", ".join(map(str, one["orphans"]))
+                why = f"{one['host']}, where pid {pids} of an earlier generation cannot be ended"
+                found[node] = _Aside(why=why, is_here=one["machine"] == machine(), until=until)
+        self._aside |= found
+        if found:
+            raise SlotsSetAside("; ".join(one.why for one in found.values()))
+
+    async def _take_back_nodes(self) -> None:
+        """Where nothing is left any more, or nobody can tell but a new slot."""
+        if any(one.is_here for one in self._aside.values()):
+            limit_s = _ORDER_LIMIT_S
+            left = await self._in_thread(limit_s, end_orphans, self._run_dir, 0.0)
+            if not left:
+                self._aside = {node: one for node, one in self._aside.items() if not one.is_here}
+        now = asyncio.get_running_loop().time()
+        self._aside = {
+            node: one for node, one in self._aside.items() if one.is_here or one.until > now
+        }
 
     def _settle(self, actors: Sequence[Any], told: Sequence[dict[str, Any]], at: list[str]) -> None:
         """Give the slots their ranks; the order depends on nodes and devices alone."""
@@ -556,14 +606,16 @@ class RayCluster:
         await self._in_thread(
             limit_s + 1, ray_calls.await_no_slots, f"{self._prefix}slot:", limit_s
         )
-        removed = await self._in_thread(
+        return await self._in_thread(
             limit_s + 1, ray_calls.remove_groups, f"{self._prefix}group:", limit_s
         )
+
+    async def _end_orphans(self) -> None:
+        """What slots that are dead left on this machine; on another its next slot does that."""
         left = await self._in_thread(_ORDER_LIMIT_S + 1, end_orphans, self._run_dir, _ORDER_LIMIT_S)
         if left:
             pids = ", ".join(str(one.pid) for one in left)
             raise ClusterError(f"processes of this run cannot be ended: pid {pids}")
-        return removed
 
     async def _reserve_address(self, generation: int) -> str:
         alone = len({slot.node_id for slot in self._slots}) == 1

@@ -21,7 +21,7 @@ from typing import Any
 
 import structlog
 
-from supervisor.errors import DeveloperError, DiskError, Superseded
+from supervisor.errors import DeveloperError, DiskError, EverstepError, JournalLost, Superseded
 from supervisor.fsm import effects as x
 from supervisor.fsm import events as e
 from supervisor.fsm.job import Job
@@ -83,7 +83,8 @@ class Daemon:
         self.last_move: Move | None = None
         self.chronicle = Chronicle.of(journal.records)
         self.journal_lost_since: float | None = None
-        self.superseded: Superseded | None = None
+        self.superseded: EverstepError | None = None
+        """Why this daemon ends and leaves everything as it is."""
         self._inbox: deque[e.Event] = deque()
         self._awake = asyncio.Event()
         self._actions: list[dict[str, Any]] = []
@@ -117,8 +118,8 @@ class Daemon:
         self._bug = self._bug or error
         self._awake.set()
 
-    def note_superseded(self, why: Superseded) -> None:
-        """A newer daemon has the job: this one ends and touches nothing."""
+    def note_superseded(self, why: EverstepError) -> None:
+        """A newer daemon has the job, or none can act: this one ends and touches nothing."""
         self.superseded = self.superseded or why
         self._awake.set()
 
@@ -221,6 +222,14 @@ class Daemon:
                 if self.journal_lost_since is None:
                     self.journal_lost_since = self.clock()
                     log.error("journal_lost", why=str(error), consequence="no order is given")
+                if self._stops > 1:
+                    self.note_superseded(
+                        JournalLost(
+                            f"{error}; so nothing can be stopped in order: the daemon ends, the "
+                            "workers go on, and the same command goes on with them"
+                        )
+                    )
+                    continue
                 await asyncio.sleep(JOURNAL_RETRY_S)
         if self.journal_lost_since is not None:
             log.warning("journal_recovered", lost_s=round(self.clock() - self.journal_lost_since))

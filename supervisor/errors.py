@@ -46,6 +46,12 @@ class DiskError(HostError):
     """A file of the run cannot be read or written."""
 
 
+class JournalLost(DiskError):
+    """Told to end while nothing can be written, so that it ends and leaves the workers alone."""
+
+    exit_status = 75
+
+
 class ClusterUnusable(HostError):
     """Ray, or Redis, cannot be started, reached, or made to fit the job."""
 

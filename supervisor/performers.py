@@ -10,7 +10,15 @@ from typing import Any, Protocol
 
 import structlog
 
-from supervisor.cluster import Cluster, ClusterError, Exit, PlacementTimedOut, StartFailed
+from supervisor.cluster import (
+    Cluster,
+    ClusterError,
+    Exit,
+    PlacementTimedOut,
+    Slot,
+    SlotsSetAside,
+    StartFailed,
+)
 from supervisor.errors import EverstepError
 from supervisor.fsm import effects as x
 from supervisor.fsm import events as e
@@ -226,6 +234,8 @@ class Performers:
         except (OSError, EverstepError, ClusterError, StoreUnavailable) as error:
             text = str(error) or repr(error)
             action |= {"outcome": "failed", "error": text}
+            # At the end of a run no event of it is heard any more: a person has to be told here.
+            log.error("action_failed", action=action["action"], why=text)
             outcome = e.HousekeepingFailed(at=self.clock(), action=action["action"], error=text)
         except Exception as error:
             self.on_bug(error)
@@ -326,19 +336,33 @@ class Performers:
         why = "the journal records a committed checkpoint, and none that can be loaded is left"
         return e.RestorePointsExhausted(**common, why=why)
 
+    async def _place_where_it_fits(
+        self, effect: x.PlaceSlots
+    ) -> tuple[Slot, ...] | e.CapacityMissing:
+        """Each try that fails by what is left on a node takes that node out of the count."""
+        is_told = False
+        while True:
+            while why := await self.cluster.shortage():
+                missing = e.CapacityMissing(at=self.clock(), generation=effect.generation, why=why)
+                if self.capacity_wait_s <= 0:
+                    return missing
+                if not is_told:
+                    self.on_outcome(missing)
+                    is_told = True
+                await asyncio.sleep(CAPACITY_POLL_S)
+            try:
+                return await self.cluster.place(effect.placement, self.placement_timeout_s)
+            except SlotsSetAside as error:
+                log.warning("node_set_aside", why=str(error))
+
     async def _place_slots(self, effect: x.PlaceSlots) -> e.Event | None:
         generation = effect.generation
         began = self.clock()
         try:
             await self.reach_cluster()
-            if why := await self.cluster.shortage():
-                missing = e.CapacityMissing(at=self.clock(), generation=generation, why=why)
-                if self.capacity_wait_s <= 0:
-                    return missing
-                self.on_outcome(missing)
-                while await self.cluster.shortage():
-                    await asyncio.sleep(CAPACITY_POLL_S)
-            slots = await self.cluster.place(effect.placement, self.placement_timeout_s)
+            slots = await self._place_where_it_fits(effect)
+            if isinstance(slots, e.CapacityMissing):
+                return slots
         except PlacementTimedOut as error:
             waited_s = round(self.clock() - began, 1)
             return e.PlacementTimedOut(

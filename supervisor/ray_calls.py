@@ -16,6 +16,7 @@ from typing import Any
 from trainer.worker import GROUPS, ResilientWorker
 
 NAMESPACE = "everstep"
+_NODE_ID_LABEL = "ray.io/node-id"  # which Ray gives to every node
 _PAUSE_S = 0.02
 
 
@@ -135,16 +136,27 @@ def rank_order(at: Sequence[str], devices: Sequence[Sequence[str]]) -> list[int]
     return sorted(range(len(at)), key=keys.__getitem__)
 
 
-def create_group(name: str, bundle: Mapping[str, float], workers: int, placement: str) -> Any:
-    """Ask for a detached placement group of `workers` equal bundles; it need not be there yet."""
+def create_group(
+    name: str,
+    bundle: Mapping[str, float],
+    workers: int,
+    placement: str,
+    avoid: Sequence[str] = (),
+) -> Any:
+    """Ask for a detached placement group of `workers` equal bundles; it need not be there yet.
+
+    No bundle comes to lie on a node of `avoid` (ids).
+    """
     _connected()
     from ray.util import placement_group
 
+    selector = {_NODE_ID_LABEL: f"!in({','.join(avoid)})"}
     return placement_group(
         [dict(bundle) for _ in range(workers)],
         strategy=placement.upper(),
         name=name,
         lifetime="detached",
+        bundle_label_selector=[selector] * workers if avoid else None,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from supervisor.daemon import Clock, _merged
-from supervisor.errors import DeveloperError, DiskError, Superseded
+from supervisor.daemon import Clock, Daemon, _merged
+from supervisor.errors import DeveloperError, DiskError, JournalLost, Superseded
 from supervisor.fsm import events as e
 from supervisor.journal import Journal, read_journal
 from supervisor.replay import replay_file
@@ -84,6 +85,31 @@ def test_while_the_journal_cannot_be_written_nothing_is_done_and_training_goes_o
     gone = sim.event("workers_gone")["at"]
     assert crash < 1_000_012 < 1_000_020 < gone
     assert replay_file(path).difference == ""
+
+
+def test_a_daemon_that_can_write_nothing_ends_at_the_second_signal_and_leaves_the_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a full disk Ctrl-C did nothing, however often: only SIGKILL was left."""
+    path = tmp_path / "journal.jsonl"
+    real_append = Journal.append
+
+    def append(self: Journal, records: Any, *, durable: bool = True) -> None:
+        if asyncio.get_running_loop().time() >= 10.0:
+            raise DiskError("the disk is full")
+        real_append(self, records, durable=durable)
+
+    calls: list[str] = []
+
+    def interrupt(daemon: Daemon, cluster: SimCluster) -> None:
+        calls[:] = cluster.calls
+        daemon.interrupt(signal.SIGINT)
+
+    monkeypatch.setattr(Journal, "append", append)
+    with pytest.raises(JournalLost, match=r"the disk is full; .* the workers go on") as caught:
+        simulate(path, Script(steps=10_000), meddle={12.0: interrupt, 20.0: interrupt})
+    assert caught.value.exit_status == 75
+    assert not [call for call in calls if call.startswith(("kill", "release"))]
 
 
 def test_a_daemon_whose_epoch_is_over_writes_nothing_and_orders_nothing(tmp_path: Path) -> None:
