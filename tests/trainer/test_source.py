@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import multiprocessing
 import os
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -175,6 +177,53 @@ def test_text_for_a_model_of_bytes_takes_the_quick_way(folder: Path) -> None:
     rows = source.train_rows(5, slice(0, 4))["tokens"]
     assert [row.tobytes() for row in rows] == [text[start : start + 25] for start in starts]
     assert source.position(3)["samples"] == 12
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    documents=st.lists(st.lists(st.booleans(), min_size=1, max_size=20), min_size=1, max_size=12),
+    length=st.integers(2, 9),
+    packing=st.sampled_from(["documents", "none", "stream"]),
+)
+def test_every_token_that_counts_weighs_one_in_every_epoch(
+    documents: list[list[bool]], length: int, packing: Any
+) -> None:
+    """Weights that are off by one train a model on the questions instead of the answers."""
+    counts = [one for document in documents for one in document]
+    names = list(range(1, len(counts) + 1))  # every token has an id of its own; 0 is padding
+    firsts, parts = set(), [Part(tokens=[1, 1], held_out=True)]
+    for document in documents:
+        tokens, names = names[: len(document)], names[len(document) :]
+        firsts.add(tokens[0])
+        parts.append(Part(tokens=tokens, counts=document))
+    size = len(counts)
+    targets = {token for token in range(1, size + 1) if counts[token - 1]}
+    if packing == "stream":
+        targets &= set(range(2, 2 + (size - 1) // length * length))
+        parts[0] = Part(tokens=[1] * (length + 1), held_out=True)
+    else:
+        targets -= firsts
+    values = {"batch_size": 1, "sequence_length": length}
+    with tempfile.TemporaryDirectory() as folder:
+        store = open_or_build(Path(folder), "key", size + 1, lambda: iter(parts), lambda: None)
+        make = functools.partial(
+            *(PackedRows, store, packing, DataSettings.model_validate(values)),
+            **{"seed": 1, "held_out_batches": 1, "byte_tokens": False},
+        )
+        if not targets:
+            with pytest.raises(SettingsError, match="make 0 rows"):
+                make()
+            return
+        source = make()
+        for epoch in range(2):
+            weighed: dict[int, float] = dict.fromkeys(range(size + 1), 0.0)
+            rows = source.facts()["data_rows"]
+            for step in range(epoch * rows, (epoch + 1) * rows):
+                batch = source.train_rows(step, slice(0, 1))
+                weights = batch.get("weights", np.ones((1, length)))[0]
+                for token, weight in zip(batch["tokens"][0, 1:].tolist(), weights, strict=True):
+                    weighed[token] += float(weight)
+            assert weighed == {token: float(token in targets) for token in range(size + 1)}
 
 
 # ------------------------------------------------------------------------------- held out

@@ -30,15 +30,15 @@ def open_rows(
     seed: int,
     held_out_batches: int,
     tick: Callable[[], None],
+    ray_address: str,
 ) -> PackedRows:
     """See `trainer.data.source.open_source`; `kind` is the format."""
     cache = config_dir / Path(settings.cache).expanduser()
     if kind == "ray":
         train, held_out = (
-            ray_parts.executed(paths, config_dir, cache, tick)
-            for paths in (settings.path, settings.held_out_path)
+            ray_parts.executed(names, config_dir, cache, settings.text_key, tick, ray_address)
+            for names in (settings.path, settings.held_out_path)
         )
-        kind = "parquet"
     else:
         train = find_files(settings, kind, config_dir)
         held_out = (
@@ -50,13 +50,14 @@ def open_rows(
             f"[trainer.data] held_out_path: {min(shared)} is trained on as well; name other data, "
             "or leave held_out_path out"
         )
-    store = open_or_build(
-        cache,
-        _key(settings, kind, tokenizer, train, held_out),
-        tokenizer.vocabulary,
-        lambda: _parts(settings, kind, tokenizer, train, held_out),
-        tick,
-    )
+
+    def parts() -> Iterator[Part]:
+        if kind == "ray":
+            ray_parts.verify([*train, *held_out])
+        return _parts(settings, kind, tokenizer, train, held_out)
+
+    key = _key(settings, kind, tokenizer, train, held_out)
+    store = open_or_build(cache, key, tokenizer.vocabulary, parts, tick)
     return PackedRows(
         store,
         _packing(settings, kind),

@@ -99,11 +99,11 @@ def read_records(
 
 
 def records_of(kind: str, files: Sequence[Path], text_key: str) -> Iterator[tuple[str, Any]]:
-    """The records of files of `kind` "jsonl", "parquet" or "dataset", each with its place.
+    """The records of files of `kind` (a format but "text"), each with its place.
 
     Raises `SettingsError` where there is none.
     """
-    read = {"jsonl": _json_lines, "parquet": _parquet, "dataset": _saved_dataset}[kind]
+    read = {"jsonl": _json_lines, "dataset": _saved_dataset}.get(kind, _parquet)
     empty = True
     for file in files:
         for one in read(file, text_key):
@@ -219,7 +219,7 @@ def _parquet(file: Path, text_key: str) -> Iterator[tuple[str, Any]]:
     pyarrow = _pyarrow()
     try:
         with pyarrow.parquet.ParquetFile(file) as opened:
-            columns = _columns(opened.schema_arrow.names, text_key, f"{file}")
+            columns = columns_of(opened.schema_arrow.names, text_key, f"{file}")
             batches = opened.iter_batches(batch_size=_ROWS_AT_ONCE, columns=columns)
             yield from _rows(batches, f"{file}")
     except (pyarrow.ArrowException, OSError) as error:
@@ -245,7 +245,7 @@ def _saved_dataset(folder: Path, text_key: str) -> Iterator[tuple[str, Any]]:
         file = folder / str(name)
         try:
             with pyarrow.memory_map(str(file)) as opened, pyarrow.ipc.open_stream(opened) as stream:
-                columns = _columns(stream.schema.names, text_key, f"{file}")
+                columns = columns_of(stream.schema.names, text_key, f"{file}")
                 small = (
                     batch.select(columns).slice(start, _ROWS_AT_ONCE)
                     for batch in stream
@@ -264,7 +264,7 @@ def _rows(batches: Iterable[Any], file: str) -> Iterator[tuple[str, Any]]:
             number += 1
 
 
-def _columns(names: Sequence[str], text_key: str, where: str) -> list[str]:
+def columns_of(names: Sequence[str], text_key: str, where: str) -> list[str]:
     """The columns that hold a document; the others are not even read."""
     if "messages" in names:
         return ["messages"]

@@ -54,11 +54,13 @@ def open_source(
     seed: int,
     held_out_batches: int,
     tick: Callable[[], None] = lambda: None,
+    ray_address: str = "local",
 ) -> Source:
     """Open the data that the settings name; relative paths start at `config_dir`.
 
     What must be read, executed or tokenised first is kept in `settings.cache`, so that only the
-    first start waits for it; `tick` is called while that goes on. Raises `SettingsError` for data
+    first start waits for it; `tick` is called while that goes on, and a Ray Dataset is executed at
+    `ray_address`, by default on this machine. Raises `SettingsError` for data
     that are missing, malformed, or too few for one global batch.
     """
     kind = format_of(settings, config_dir)
@@ -75,6 +77,7 @@ def open_source(
         seed=seed,
         held_out_batches=held_out_batches,
         tick=tick,
+        ray_address=ray_address,
     )
 
 

@@ -7,6 +7,7 @@ are checked block by block when a block is first read: a damaged one is set asid
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
@@ -14,6 +15,7 @@ import os
 import shutil
 import time
 import zlib
+from array import array
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -34,6 +36,13 @@ BLOCK_BYTES = 1 << 16
 _META = "store.json"
 _PATIENCE_S = 0.2
 _DAMAGED = "damaged-"
+_NO_PLACE = frozenset(
+    {
+        *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.EISDIR),
+        *(errno.ENOSPC, errno.EDQUOT, errno.ENAMETOOLONG),
+    }
+)
+"""Errors of the cache that stay until somebody does something about them."""
 
 Ids = NDArray[Any]
 
@@ -89,6 +98,7 @@ class _Checked:
 
     def __init__(self, store: Path, name: str, dtype: str, size: int) -> None:
         self._store, self._path = store, store / name
+        self._inode = store.stat().st_ino
         self.values: Ids = np.zeros(0, dtype)
         if size:
             # A plain view: slicing a memmap costs more than the row that is cut out.
@@ -107,7 +117,8 @@ class _Checked:
         first = block * self._of_block
         found = zlib.crc32(self.values[first : first + self._of_block].data)
         if found != self._sums[block]:
-            raise set_aside(self._store, f"{self._path.name}, byte {block * BLOCK_BYTES} and after")
+            what = f"{self._path.name}, byte {block * BLOCK_BYTES} and after"
+            raise set_aside(self._store, what, self._inode)
         self._seen[block] = True
 
 
@@ -148,6 +159,8 @@ def open_or_build(
                     _write(draft, vocabulary, parts(), tick)
         return _open(path)
     except OSError as error:
+        if error.errno not in _NO_PLACE:
+            raise  # a disk that stumbles may not at the next try
         raise SettingsError(
             f"[trainer.data] cache: {error.filename or path} cannot be used: {error.strerror}; "
             "name a folder that can be written, with room for the tokenised data"
@@ -193,14 +206,14 @@ def new_directory(path: Path) -> Iterator[Path]:
         raise
 
 
-def set_aside(path: Path, what: str) -> DataDamaged:
-    """Move a damaged store out of the way; the error to raise."""
-    aside = path.with_name(f"{path.name}.{_DAMAGED}{time.time_ns()}")
+def set_aside(path: Path, what: str, inode: int) -> DataDamaged:
+    """Move a damaged store away, if it still is the one of `inode`; the error to raise."""
     with contextlib.suppress(OSError):  # another rank was first
-        path.rename(aside)
+        if path.stat().st_ino == inode:
+            path.rename(path.with_name(f"{path.name}.{_DAMAGED}{inode}"))
     return DataDamaged(
-        f"{path}: {what}: is not what was written; it was moved to {aside.name}, and the next "
-        "start makes it anew from the files of [trainer.data] path"
+        f"{path}: {what}: is not what was written; it is set aside, and the next start makes it "
+        "anew from the files of [trainer.data] path"
     )
 
 
@@ -211,7 +224,7 @@ class _Half:
         self._ids = (folder / f"{name}.tokens").open("wb")
         self._counts = (folder / f"{name}.counts").open("wb")
         self._folder, self._name, self._dtype = folder, name, dtype
-        self.ends: list[int] = []
+        self.ends = array("q")
         self.size = 0
         self.masked = False
 
@@ -268,14 +281,14 @@ def _write(draft: Path, vocabulary: int, parts: Iterator[Part], tick: Callable[[
         train_tokens=train.size,
         held_out_documents=len(held_out.ends),
         held_out_tokens=held_out.size,
-        entropy=float(-(shares * np.log(shares)).sum()),
+        entropy=round(float(-(shares * np.log(shares)).sum()), 9),
     )
     (draft / _META).write_text(json.dumps({"dtype": dtype, **asdict(facts)}, indent=1))
 
 
 def _open(path: Path) -> Store:
     """Raises `FileNotFoundError` where there is none, `DataDamaged` where there was one."""
-    text = (path / _META).read_text()
+    text, inode = (path / _META).read_text(), path.stat().st_ino
     try:
         raw = json.loads(text)
         dtype = raw.pop("dtype")
@@ -283,7 +296,7 @@ def _open(path: Path) -> Store:
         train = _half(path, "train", dtype, facts.train_tokens, facts.masked)
         held_out = _half(path, "held_out", dtype, facts.held_out_tokens, facts.masked)
     except (ValueError, TypeError, KeyError, FileNotFoundError) as error:
-        raise set_aside(path, f"{error}") from None
+        raise set_aside(path, f"{error}", inode) from None
     return Store(path=path, facts=facts, train=train, held_out=held_out)
 
 
