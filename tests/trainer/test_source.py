@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from trainer.config import DataSettings
 from trainer.data import store as stores
+from trainer.data.__main__ import main as prepare
 from trainer.data.corpus import hold_out
 from trainer.data.documents import Part
 from trainer.data.rows import PackedRows
@@ -390,6 +391,23 @@ def test_whoever_waits_is_told_that_it_goes_on(tmp_path: Path, monkeypatch: Any)
         lambda: ticks.append(None),
     )
     assert len(ticks) >= 4
+
+
+def test_data_can_be_prepared_ahead_of_a_start(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Gigabytes take longer to tokenise than a worker may take to start."""
+    config = folder / "job.toml"
+    config.write_text('[trainer.data]\npath = "data.jsonl"\nsequence_length = 24\n')
+    assert prepare(["--config", str(config), "--set", "trainer.data.batch_size=4"]) == 0
+    said = capsys.readouterr().out
+    source = open_(folder, BytesTokenizer())
+    assert f"data_sha256: {source.facts()['data_sha256']}" in said
+    assert len(list((folder / "runs/.data").glob("*/store.json"))) == 1
+    assert prepare(["--config", str(config), "--set", "trainer.data.path=gone"]) == 2
+    assert "gone does not exist" in capsys.readouterr().err
+    assert prepare(["--set", "trainer.task=mine:Mine"]) == 2
+    assert "opens its data itself" in capsys.readouterr().err
 
 
 # ------------------------------------------------------------------------------- what is refused

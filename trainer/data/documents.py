@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from trainer.data.files import open_file, size_of, unreadable
 from trainer.settings import SettingsError
 from trainer.tokenizer import Tokenizer
 
@@ -45,12 +46,12 @@ def read_texts(
     """
     left = bytes_max
     for file in files:
-        size = _size(file)
+        size = size_of(file)
         size = size if left is None else min(size, left)
         if left is not None:
             left -= size
         cut = size - int(size * held_out_fraction)
-        with _opened(file) as opened:
+        with open_file(file) as opened:
             yield from _text(opened, file, tokenizer, range(cut), held_out=False)
             yield from _text(opened, file, tokenizer, range(opened.tell(), size), held_out=True)
         if left == 0:
@@ -194,7 +195,7 @@ def _half_a_character(where: str, error: UnicodeEncodeError) -> SettingsError:
 
 def _json_lines(file: Path, _: str) -> Iterator[tuple[str, Any]]:
     offset = 0
-    with _opened(file) as opened:
+    with open_file(file) as opened:
         for number, line in enumerate(opened, 1):
             where = f"{file}:{number}"
             if offset == 0:
@@ -223,7 +224,7 @@ def _parquet(file: Path, text_key: str) -> Iterator[tuple[str, Any]]:
             batches = opened.iter_batches(batch_size=_ROWS_AT_ONCE, columns=columns)
             yield from _rows(batches, f"{file}")
     except (pyarrow.ArrowException, OSError) as error:
-        raise _unreadable(file, "a Parquet file", error) from None
+        raise unreadable(file, "a Parquet file", error) from None
 
 
 def _saved_dataset(folder: Path, text_key: str) -> Iterator[tuple[str, Any]]:
@@ -253,7 +254,7 @@ def _saved_dataset(folder: Path, text_key: str) -> Iterator[tuple[str, Any]]:
                 )
                 yield from _rows(small, f"{file}")
         except (pyarrow.ArrowException, OSError) as error:
-            raise _unreadable(file, "an Arrow file of a saved dataset", error) from None
+            raise unreadable(file, "an Arrow file of a saved dataset", error) from None
 
 
 def _rows(batches: Iterable[Any], file: str) -> Iterator[tuple[str, Any]]:
@@ -292,24 +293,10 @@ def _json_of(file: Path) -> dict[str, Any]:
     try:
         found = json.loads(file.read_bytes())
     except (OSError, ValueError) as error:
-        raise _unreadable(file, "a file of a saved dataset", error) from None
+        raise unreadable(file, "a file of a saved dataset", error) from None
     if not isinstance(found, dict):
-        raise _unreadable(file, "a file of a saved dataset", "it holds no object")
+        raise unreadable(file, "a file of a saved dataset", "it holds no object")
     return found
-
-
-def _size(file: Path) -> int:
-    try:
-        return file.stat().st_size
-    except OSError as error:
-        raise _unreadable(file, "text", error) from None
-
-
-def _opened(file: Path) -> Any:
-    try:
-        return file.open("rb")
-    except OSError as error:
-        raise _unreadable(file, "text", error) from None
 
 
 def _decoded(block: bytes, file: Path, offset: int, line: str = "") -> str:
@@ -320,11 +307,3 @@ def _decoded(block: bytes, file: Path, offset: int, line: str = "") -> str:
             f"{file}{line}: is not UTF-8 (byte {offset + error.start} of the file); save it as "
             "UTF-8, or take it out of [trainer.data] path"
         ) from None
-
-
-def _unreadable(file: Path, kind: str, error: object) -> SettingsError:
-    reason = getattr(error, "strerror", None) or str(error)
-    return SettingsError(
-        f"{file}: cannot be read as {kind}: {reason}; check it, or take it out of "
-        "[trainer.data] path"
-    )

@@ -1,4 +1,4 @@
-"""Which files hold the data, and in which format; looks at names only, never inside."""
+"""Which files hold the data, and in which format: by their names; what is in them is not judged."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import sysconfig
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 from trainer.config import DataSettings
 from trainer.settings import SettingsError
@@ -60,6 +61,31 @@ def find_files(
         else:
             raise SettingsError(f"[trainer.data] {key}: {path} {_what_is_wrong(path, kind)}")
     return found
+
+
+def open_file(file: Path) -> BinaryIO:
+    """Open for reading; raises `SettingsError` where that is not allowed or there is none."""
+    try:
+        return file.open("rb")
+    except OSError as error:
+        raise unreadable(file, "text", error) from None
+
+
+def size_of(file: Path) -> int:
+    """In bytes; raises `SettingsError`."""
+    try:
+        return file.stat().st_size
+    except OSError as error:
+        raise unreadable(file, "text", error) from None
+
+
+def unreadable(file: Path, kind: str, error: object) -> SettingsError:
+    """What to say of a file that is not what its name promises."""
+    reason = getattr(error, "strerror", None) or str(error)
+    return SettingsError(
+        f"{file}: cannot be read as {kind}: {reason}; check it, or take it out of "
+        "[trainer.data] path"
+    )
 
 
 def _format_of(path: Path) -> str:

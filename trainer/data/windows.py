@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer.config import DataSettings
-from trainer.data.files import find_files
+from trainer.data.files import find_files, open_file
 from trainer.settings import SettingsError
 
 Bytes = NDArray[np.uint8]
@@ -41,7 +41,7 @@ def read_text(settings: DataSettings, config_dir: str) -> Text:
     for file in find_files(settings, "text", config_dir):
         if left <= 0:
             break
-        with file.open("rb") as opened:
+        with open_file(file) as opened:
             pieces.append(opened.read(left))
         left -= len(pieces[-1])
     cuts = [len(one) - int(len(one) * settings.held_out_fraction) for one in pieces]
