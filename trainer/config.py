@@ -15,6 +15,9 @@ from trainer.settings import Relation, Section
 
 TASK_OF_THE_HOUSE = "language_model"
 
+MATRICES = ("query", "key", "value", "attention_out", "gate", "up", "down")
+"""The matrices of a block of the built-in model; low-rank factors may be added to any of them."""
+
 
 def _as_tuple(value: object) -> object:
     return (value,) if isinstance(value, str) else value
@@ -34,8 +37,12 @@ class MeshSettings(Section):
 
 
 class ModelSettings(Section):
-    """A decoder-only transformer over bytes (RMSNorm, RoPE, grouped-query attention, SwiGLU)."""
+    """A decoder of the Llama family: pretrained, or over bytes with the sizes below."""
 
+    pretrained: str = Field(
+        default="",
+        description='a model\'s folder, a .gguf file, or "package:NAME" of one; "" = from the seed',
+    )
     layers: int = Field(default=3, ge=1, description="transformer blocks")
     width: int = Field(default=128, ge=2, description="size of the residual stream")
     heads: int = Field(default=4, ge=1, description="query heads; the width is split over them")
@@ -45,9 +52,45 @@ class ModelSettings(Section):
     dropout: float = Field(
         default=0.0, ge=0.0, lt=1.0, description="share of each block's output left out"
     )
+    compute_dtype: Literal["float32", "bfloat16"] = Field(
+        default="float32", description='of matrix products; the state stays "float32"'
+    )
+    remat: bool = Field(
+        default=False, description="compute blocks again in the backward pass: slower, less memory"
+    )
+    lora_rank: int = Field(
+        default=0, ge=0, description="train low-rank additions of this rank only; 0 = everything"
+    )
+    lora_alpha: float = Field(
+        default=16.0, gt=0.0, description="the additions count alpha / rank times"
+    )
+    lora_targets: tuple[str, ...] = Field(
+        default=MATRICES, min_length=1, description="matrices that get low-rank additions"
+    )
+
+    @field_validator("lora_targets")
+    @classmethod
+    def _targets(cls, targets: tuple[str, ...]) -> tuple[str, ...]:
+        if unknown := sorted(set(targets) - set(MATRICES)):
+            raise ValueError(f"has no matrix {unknown[0]!r}; choose among {', '.join(MATRICES)}")
+        return tuple(name for name in MATRICES if name in targets)
 
     def relations(self) -> Iterator[Relation]:
-        """The width divides over the heads, and these over the key-value heads."""
+        """Heads fit the width, and a pretrained model brings its own sizes."""
+        if self.pretrained:
+            for name in ("layers", "width", "heads", "key_value_heads", "hidden", "rope_base"):
+                if getattr(self, name) != type(self).model_fields[name].default:
+                    yield Relation(
+                        keys=("pretrained", name),
+                        message=f"the pretrained model brings its own; leave {name} out",
+                    )
+            return
+        if self.lora_rank:
+            yield Relation(
+                keys=("lora_rank", "pretrained"),
+                message="low-rank additions need a pretrained model to be added to; name one, "
+                "or leave lora_rank out",
+            )
         if self.width % self.heads or (self.width // self.heads) % 2:
             yield Relation(
                 keys=("width", "heads"),
@@ -145,6 +188,9 @@ class TrainerSettings(Section):
     )
     steps: int = Field(default=600, ge=1, description="the job is complete after so many")
     seed: int = Field(default=0, ge=0, lt=2**63, description="of the weights and of the batches")
+    accumulation_steps: int = Field(
+        default=1, ge=1, description="parts of a batch computed one after the other: less memory"
+    )
     evaluate_every_steps: int = Field(
         default=100, ge=0, description="on held-out text; 0 = only at the end"
     )
@@ -156,6 +202,15 @@ class TrainerSettings(Section):
     model: ModelSettings = Field(default_factory=ModelSettings)
     data: DataSettings = Field(default_factory=DataSettings)
     optimizer: OptimizerSettings = Field(default_factory=OptimizerSettings)
+
+    def relations(self) -> Iterator[Relation]:
+        """A batch splits into equal parts."""
+        if self.data.batch_size % self.accumulation_steps:
+            yield Relation(
+                keys=("accumulation_steps", "data.batch_size"),
+                message="a batch is computed in parts of equal size; make batch_size a multiple of "
+                f"{self.accumulation_steps}",
+            )
 
     @field_validator("task")
     @classmethod
