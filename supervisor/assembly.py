@@ -261,7 +261,7 @@ class _Assembly:
             "failures": len(rows),
             "recoveries": rows,
             "goodput": history.goodput(
-                self.run_dir, since=self.started_at, elapsed_s=time.time() - self.started_at
+                self.run_dir, since=self.started_at, elapsed_s=self.clock() - self.started_at
             ),
         }
 

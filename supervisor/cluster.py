@@ -37,6 +37,8 @@ _TABLE_LIMIT_S = 5.0
 _DOUBT_PAUSE_S = 0.25
 _SAME_MOMENT_S = 0.02  # deaths this close together are told as one
 _PLACEMENT_PAUSE_S = 0.05
+_HEAD_PATIENCE_S = 20.0  # with another's head: it may come back, and training goes on meanwhile
+_LOOK_LIMIT_S = 2.0
 _LEAVE_AFTER_S = 30.0
 _ASIDE_S = 30.0  # then a node where processes could not be ended is tried again
 _PATIENCE_S = 5.0  # with a slot that does not answer to `kill`
@@ -136,6 +138,8 @@ class ClusterNeeds(Protocol):
     def resources_per_worker(self) -> Mapping[str, float]: ...
     @property
     def placement(self) -> str: ...
+    @property
+    def placement_timeout_s(self) -> float: ...
 
 
 class Cluster(Protocol):
@@ -252,12 +256,17 @@ class RayCluster:
     async def connect(self) -> None:
         """Start or find the head, then connect. Raises ClusterUnusable or ClusterError.
 
-        After the loss of a cluster: its slots are dead, and `kill` proves their children gone.
+        After the loss of a cluster: its slots are dead, and `kill` proves their children gone. The
+        head of another's cluster is waited for then, as long as for slots.
         """
         self._forget("its cluster was lost")
         address = self._settings.address
         if self._head is not None:
             address = await self._in_thread(_CONNECT_LIMIT_S, self._head.ensure)
+        elif self._is_lost:
+            with contextlib.suppress(ClusterError):  # Ray's code would end us while we wait
+                await self._in_thread(_DISCONNECT_LIMIT_S, ray_calls.disconnect)
+            await self._await_head(address, self._settings.placement_timeout_s)
         await self._in_thread(_CONNECT_LIMIT_S, ray_calls.connect, address)
         self._is_lost = False
         if self._on_cluster_lost is not None:
@@ -741,25 +750,42 @@ class RayCluster:
             self._on_slot_lost(tuple(sorted(ranks)), self._dead[ranks[0]], node_lost)
 
     async def _watch_cluster(self, on_lost: Callable[[str], None]) -> None:
-        misses = 0
-        while misses < 2:
-            await asyncio.sleep(1.0 if self._head else _TABLE_LIMIT_S)
-            if self._head is not None:
-                misses = 0 if self._head.is_alive() else 2
-                continue
-            try:
-                await self._in_thread(_TABLE_LIMIT_S, ray_calls.nodes)
-                misses = 0
-            except ClusterError:
-                misses += 1
+        loop = asyncio.get_running_loop()
+        seen_at, patience_s = loop.time(), 0.0 if self._head else _HEAD_PATIENCE_S
+        while True:
+            await asyncio.sleep(1.0)
+            # One that is only slow is alive: its port is open. What it answers is not asked.
+            if await self._is_head_alive():
+                seen_at = loop.time()
+            elif loop.time() - seen_at > patience_s:
+                break
         self._is_lost = True
-        on_lost("the job's own Ray head has died" if self._head else "Ray's head does not answer")
+        on_lost("the job's own Ray head has died" if self._head else "nobody listens for Ray")
         # Ray's own code ends this process 61 s after the head, so we have to leave before. Until
         # then slots that live may still be told to end their children.
         await asyncio.sleep(_LEAVE_AFTER_S)
         self._stop_watching()
         self._dead = {slot.rank: "its cluster was lost" for slot in self._slots}
         await self._in_thread(_DISCONNECT_LIMIT_S, ray_calls.disconnect)
+
+    async def _is_head_alive(self) -> bool:
+        if self._head is not None:
+            return self._head.is_alive()
+        host, _, port = self._settings.address.rpartition(":")
+        try:
+            async with asyncio.timeout(_LOOK_LIMIT_S):
+                _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+        except (OSError, TimeoutError):
+            return False
+        writer.close()
+        return True
+
+    async def _await_head(self, address: str, timeout_s: float) -> None:
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        while not await self._is_head_alive():
+            if asyncio.get_running_loop().time() > deadline:
+                raise ClusterError(f"no Ray head came back at {address} within {timeout_s:.0f} s")
+            await asyncio.sleep(1.0)
 
     # Asking
 

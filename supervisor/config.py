@@ -69,6 +69,9 @@ class ClusterSettings(Section):
             raise ValueError(
                 'Ray Client and URLs are not supported; write HOST:PORT of the head, or "local"'
             )
+        host, _, port = address.rpartition(":")
+        if address != "local" and not (host and port.isdecimal()):
+            raise ValueError('must be HOST:PORT of the head, such as 10.0.0.1:6379, or "local"')
         return address
 
 

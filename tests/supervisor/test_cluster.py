@@ -48,6 +48,7 @@ class Needs:
     gpus_per_worker: int = 0
     resources_per_worker: Mapping[str, float] = field(default_factory=dict)
     placement: str = "pack"
+    placement_timeout_s: float = 60.0
 
 
 class Story:

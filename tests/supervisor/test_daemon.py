@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import itertools
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +207,27 @@ def test_the_clock_never_goes_back() -> None:
         assert loop.run_until_complete(readings()) == [5000.0, 5002.5]
     finally:
         loop.close()
+
+
+def test_a_wall_clock_that_jumps_changes_no_decision(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An NTP step of an hour must neither end a lease nor stretch a deadline (CASES 25)."""
+
+    def script() -> Script:
+        faults = [Fault(kind="stuck", step=12), Fault(kind="kill", generation=2, step=25)]
+        return Script(faults=faults)
+
+    steady = simulate(tmp_path / "steady.jsonl", script())
+    true_time, calls = time.time, itertools.count()
+    # An hour ahead, an hour back, at each look.
+    monkeypatch.setattr(time, "time", lambda: true_time() + 3600 * (-1) ** next(calls))
+    jumpy = simulate(tmp_path / "jumpy.jsonl", script())
+    assert "progress_stalled" in steady.names
+    assert jumpy.names == steady.names
+    assert [move["event"]["at"] for move in jumpy.moves] == [
+        move["event"]["at"] for move in steady.moves
+    ]
 
 
 def test_the_daemon_imports_neither_jax_nor_orbax() -> None:
