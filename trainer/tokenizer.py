@@ -57,6 +57,9 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]:
         """The ids of a text; nothing is put before or after it."""
 
+    def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of each text, over all cores where that is possible."""
+
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ids, what is malformed replaced."""
 
@@ -67,6 +70,12 @@ class Tokenizer(Protocol):
 
         What ends the assistant's turn is said by the assistant; the role's name is not. `reply`
         opens one more turn for the assistant.
+        """
+
+    def pieces(self, messages: Sequence[Message]) -> list[tuple[str, bool]]:
+        """The texts that a conversation is made of, and whether the assistant says them.
+
+        Each is encoded by itself, so that no token is half the assistant's.
         """
 
 
@@ -89,6 +98,9 @@ class BytesTokenizer:
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
+    def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
+        return [self.encode(text) for text in texts]
+
     def decode(self, ids: Iterable[int]) -> str:
         return bytes(ids).decode(errors="replace")
 
@@ -96,6 +108,9 @@ class BytesTokenizer:
         self, messages: Sequence[Message], *, reply: bool = False
     ) -> tuple[list[int], list[bool]]:
         return _chat(self, _PLAIN, messages, reply)
+
+    def pieces(self, messages: Sequence[Message]) -> list[tuple[str, bool]]:
+        return _pieces(_PLAIN, messages)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,6 +171,11 @@ class SubwordTokenizer:
     def encode(self, text: str) -> list[int]:
         return list(self._inner.encode(text, add_special_tokens=False).ids)
 
+    def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
+        # The fast form leaves out what we do not need: where in the text each token lies.
+        encoded = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [list(one.ids) for one in encoded]
+
     def decode(self, ids: Iterable[int]) -> str:
         return str(self._inner.decode(list(ids), skip_special_tokens=True))
 
@@ -164,30 +184,43 @@ class SubwordTokenizer:
     ) -> tuple[list[int], list[bool]]:
         return _chat(self, self._turns, messages, reply)
 
+    def pieces(self, messages: Sequence[Message]) -> list[tuple[str, bool]]:
+        return _pieces(self._turns, messages)
+
+    def piece(self, token: int) -> str:
+        """How the vocabulary writes an id."""
+        return str(self._inner.id_to_token(token))
+
     def save(self, path: Path) -> None:
         """Write it as tokenizer.json."""
         path.write_text(self._text, encoding="utf-8")
 
 
+def _pieces(turns: _Turns, messages: Sequence[Message]) -> list[tuple[str, bool]]:
+    found = []
+    for message in messages:
+        said = message["role"] == "assistant"
+        found += [
+            (turns.opening.format(role=message["role"]), False),
+            (message["content"] + turns.end, said),
+            (turns.gap, False),
+        ]
+    return found
+
+
 def _chat(
     tokenizer: Tokenizer, turns: _Turns, messages: Sequence[Message], reply: bool
 ) -> tuple[list[int], list[bool]]:
-    # Each piece is encoded by itself, so that no token is half the assistant's.
+    pieces = _pieces(turns, messages)
+    if reply:
+        pieces.append((turns.opening.format(role="assistant"), False))
     ids: list[int] = []
     counts: list[bool] = []
-
-    def add(text: str, said: bool) -> None:
-        piece = tokenizer.encode(text)
-        ids.extend(piece)
-        counts.extend([said] * len(piece))
-
-    for message in messages:
-        said = message["role"] == "assistant"
-        add(turns.opening.format(role=message["role"]), False)
-        add(message["content"] + turns.end, said)
-        add(turns.gap, False)
-    if reply:
-        add(turns.opening.format(role="assistant"), False)
+    for (_, said), piece in zip(
+        pieces, tokenizer.encode_many([text for text, _ in pieces]), strict=True
+    ):
+        ids += piece
+        counts += [said] * len(piece)
     return ids, counts
 
 

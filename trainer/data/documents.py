@@ -16,10 +16,12 @@ from trainer.data.files import open_file, size_of, unreadable
 from trainer.settings import SettingsError
 from trainer.tokenizer import Tokenizer
 
-BLOCK_BYTES = 1 << 20
+BLOCK_BYTES = 1 << 18
 """Text is encoded in blocks of about this size, each ending with a line."""
 
 _LINE_BYTES = 1 << 16
+_CHARACTERS_AT_ONCE = 1 << 22
+_DRAFTS_AT_ONCE = 1024
 _ROWS_AT_ONCE = 1024
 EXTRA = "pip install 'everstep[finetune]'"
 
@@ -37,6 +39,17 @@ class Part:
     ends: bool = True
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Draft:
+    """A part that is not yet encoded: texts, and of each whether it counts."""
+
+    pieces: Sequence[tuple[str, bool]]
+    masked: bool = False
+    held_out: bool = False
+    ends: bool = True
+    end_of_text: bool = False
+
+
 def read_texts(
     files: Iterable[Path], tokenizer: Tokenizer, *, held_out_fraction: float, bytes_max: int | None
 ) -> Iterator[Part]:
@@ -44,6 +57,12 @@ def read_texts(
 
     Reading stops after `bytes_max` bytes. Both documents end as texts end.
     """
+    return _encoded(_drafts_of_texts(files, held_out_fraction, bytes_max), tokenizer)
+
+
+def _drafts_of_texts(
+    files: Iterable[Path], held_out_fraction: float, bytes_max: int | None
+) -> Iterator[_Draft]:
     left = bytes_max
     for file in files:
         size = size_of(file)
@@ -52,17 +71,14 @@ def read_texts(
             left -= size
         cut = size - int(size * held_out_fraction)
         with open_file(file) as opened:
-            yield from _text(opened, file, tokenizer, range(cut), held_out=False)
-            yield from _text(opened, file, tokenizer, range(opened.tell(), size), held_out=True)
+            yield from _blocks(opened, file, range(cut), held_out=False)
+            yield from _blocks(opened, file, range(opened.tell(), size), held_out=True)
         if left == 0:
             return
 
 
-def _text(
-    opened: BinaryIO, file: Path, tokenizer: Tokenizer, place: range, *, held_out: bool
-) -> Iterator[Part]:
+def _blocks(opened: BinaryIO, file: Path, place: range, *, held_out: bool) -> Iterator[_Draft]:
     """One document: the bytes at `place`, and what is missing of the last character."""
-    end = [] if tokenizer.end is None else [tokenizer.end]
     offset = place.start
     while offset < place.stop:
         block = opened.read(min(BLOCK_BYTES, place.stop - offset))
@@ -71,10 +87,10 @@ def _text(
         block += _rest_of_character(opened)
         if not block:
             raise SettingsError(f"{file}: became shorter while it was read; start again")
-        tokens = _encode(tokenizer, _decoded(block, file, offset), f"{file}")
+        text = _decoded(block, file, offset)
         offset += len(block)
         ends = offset >= place.stop
-        yield Part(tokens=[*tokens, *end] if ends else tokens, held_out=held_out, ends=ends)
+        yield _Draft(pieces=[(text, True)], held_out=held_out, ends=ends, end_of_text=ends)
 
 
 def _rest_of_character(opened: Any) -> bytes:
@@ -93,10 +109,42 @@ def read_records(
     Of a conversation only what the assistant says counts, of a pair only the completion. Texts that
     are empty are passed over. `records` come with the place that they were read at.
     """
-    for where, record in records:
-        part = _document(record, where, tokenizer, text_key)
-        if part.tokens:
-            yield part
+    drafts = (_document(record, where, tokenizer, text_key) for where, record in records)
+    return _encoded((draft for draft in drafts if draft.pieces), tokenizer)
+
+
+def _encoded(drafts: Iterable[_Draft], tokenizer: Tokenizer) -> Iterator[Part]:
+    """Encode many at once, which the tokenizer spreads over the cores; in the same order."""
+    group: list[_Draft] = []
+    size = 0
+    for draft in drafts:
+        group.append(draft)
+        size += sum(len(text) for text, _ in draft.pieces)
+        if size >= _CHARACTERS_AT_ONCE or len(group) >= _DRAFTS_AT_ONCE:
+            yield from _encoded_group(group, tokenizer)
+            group, size = [], 0
+    yield from _encoded_group(group, tokenizer)
+
+
+def _encoded_group(group: Sequence[_Draft], tokenizer: Tokenizer) -> Iterator[Part]:
+    end = [] if tokenizer.end is None else [tokenizer.end]
+    encoded = iter(tokenizer.encode_many([text for draft in group for text, _ in draft.pieces]))
+    for draft in group:
+        tokens: list[int] = []
+        counts: list[bool] = []
+        for _, counted in draft.pieces:
+            ids = next(encoded)
+            tokens += ids
+            counts += [counted] * len(ids)
+        if draft.end_of_text:
+            tokens += end
+            counts += [True] * len(end)
+        yield Part(
+            tokens=tokens,
+            counts=counts if draft.masked else None,
+            held_out=draft.held_out,
+            ends=draft.ends,
+        )
 
 
 def records_of(kind: str, files: Sequence[Path], text_key: str) -> Iterator[tuple[str, Any]]:
@@ -117,20 +165,18 @@ def records_of(kind: str, files: Sequence[Path], text_key: str) -> Iterator[tupl
 # ------------------------------------------------------------------------------- one record
 
 
-def _document(record: Mapping[str, Any], where: str, tokenizer: Tokenizer, text_key: str) -> Part:
-    end = [] if tokenizer.end is None else [tokenizer.end]
+def _document(record: Mapping[str, Any], where: str, tokenizer: Tokenizer, text_key: str) -> _Draft:
     if record.get("messages") is not None:
         return _conversation(record["messages"], f"{where}: messages", tokenizer)
     if "prompt" in record and "completion" in record:
         prompt, completion = record["prompt"], record["completion"]
         if isinstance(prompt, list) and isinstance(completion, list):
             return _conversation([*prompt, *completion], f"{where}: prompt, completion", tokenizer)
-        before = _encode(tokenizer, _as_text(prompt, f"{where}: prompt"), where)
-        after = _encode(tokenizer, _as_text(completion, f"{where}: completion"), where) + end
-        if not after:
+        before = _as_text(prompt, f"{where}: prompt")
+        after = _as_text(completion, f"{where}: completion")
+        if not after and tokenizer.end is None:
             raise SettingsError(f"{where}: completion is empty; there is nothing to learn from it")
-        counts = [False] * len(before) + [True] * len(after)
-        return Part(tokens=before + after, counts=counts)
+        return _Draft(pieces=[(before, False), (after, True)], masked=True, end_of_text=True)
     if text_key not in record:
         raise SettingsError(
             f"{where}: has neither {text_key!r}, nor messages, nor prompt and completion, but "
@@ -138,10 +184,10 @@ def _document(record: Mapping[str, Any], where: str, tokenizer: Tokenizer, text_
             "[trainer.data] text_key"
         )
     text = _as_text(record[text_key], f"{where}: {text_key}")
-    return Part(tokens=_encode(tokenizer, text, where) + end if text else [])
+    return _Draft(pieces=[(text, True)] if text else [], end_of_text=True)
 
 
-def _conversation(messages: object, where: str, tokenizer: Tokenizer) -> Part:
+def _conversation(messages: object, where: str, tokenizer: Tokenizer) -> _Draft:
     if not isinstance(messages, list) or not messages:
         raise SettingsError(f"{where}: is {_shown(messages)}, expected a list of messages")
     for number, message in enumerate(messages):
@@ -156,16 +202,19 @@ def _conversation(messages: object, where: str, tokenizer: Tokenizer) -> Part:
             f'{where}: nothing in it has the role "assistant", and only that is learned; its roles '
             f"are {', '.join(sorted({message['role'] for message in messages}))}"
         )
-    try:
-        tokens, counts = tokenizer.chat(messages)
-    except UnicodeEncodeError as error:
-        raise _half_a_character(where, error) from None
-    return Part(tokens=tokens, counts=counts)
+    return _Draft(pieces=tokenizer.pieces(messages), masked=True)
 
 
 def _as_text(value: object, where: str) -> str:
     if not isinstance(value, str):
         raise SettingsError(f"{where}: is {_shown(value)}, expected a text")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise SettingsError(
+            f"{where}: character {error.start} is half of a surrogate pair, which is no text; "
+            "write the file anew from its source"
+        ) from None
     return value
 
 
@@ -174,20 +223,6 @@ def _shown(value: object) -> str:
         return "missing or null"
     text = json.dumps(value, default=str)
     return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def _encode(tokenizer: Tokenizer, text: str, where: str) -> list[int]:
-    try:
-        return tokenizer.encode(text)
-    except UnicodeEncodeError as error:
-        raise _half_a_character(where, error) from None
-
-
-def _half_a_character(where: str, error: UnicodeEncodeError) -> SettingsError:
-    return SettingsError(
-        f"{where}: character {error.start} is half of a surrogate pair, which is no text; write "
-        "the file anew from its source"
-    )
 
 
 # ------------------------------------------------------------------------------- one file
