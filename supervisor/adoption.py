@@ -7,14 +7,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import structlog
+
 from supervisor.daemon import Daemon
 from supervisor.fsm import effects as x
 from supervisor.fsm import events as e
 from supervisor.fsm.job import Job
 from supervisor.fsm.states import TERMINAL, State
 from supervisor.journal import Record
+from supervisor.past import Past
 from supervisor.replay import rebuild
 from supervisor.unfinished import unfinished
+
+log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,14 +49,33 @@ def inherit(records: Sequence[Record]) -> Inheritance | None:
     return Inheritance(job=job, pending=pending, settings_digest=str(records[0].get("settings")))
 
 
+async def bring_down(daemon: Daemon, past: Past) -> None:
+    """End what an earlier daemon left that nobody can go on with: another table, other settings.
+
+    Workers that train save first, if they can: the next run restores what they had reached. Raises
+    ClusterError where something cannot be proven gone.
+    """
+    performers = daemon.performers
+    await performers.connect()
+    if past.state == State.RUNNING.name:
+        children = await performers.cluster.adopt(past.placement)
+        if children is not None and len(children.get(past.active, ())) == performers.workers:
+            outcome = await performers.save_stray(past.active)
+            told = outcome.to_dict()
+            log.info("drained_for_a_new_run", outcome=told.pop("event"), **told)
+        await performers.cluster.release(forget=False)
+    await performers.sweep()
+    daemon.forget_rumours()
+
+
 async def go_on(
     daemon: Daemon,
     inherited: Inheritance,
     *,
     epoch: int,
     ended: Mapping[str, Any] | None = None,
-) -> int:
-    """Adopt what lives and run the job to its end; the exit status.
+) -> int | None:
+    """Adopt what lives and run the job to its end; see `Daemon.run`.
 
     `ended` is how workers ended that were orphans. The cluster must be connected. Raises
     ClusterError where leftovers cannot be proven gone.

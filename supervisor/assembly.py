@@ -4,8 +4,6 @@ It connects; what happens is decided in `fsm` and done by the performers.
 """
 
 import asyncio
-import hashlib
-import json
 import os
 import signal
 import time
@@ -18,7 +16,7 @@ from typing import Any
 import structlog
 
 from supervisor import history
-from supervisor.adoption import Inheritance, go_on, inherit
+from supervisor.adoption import Inheritance, bring_down, go_on, inherit
 from supervisor.cluster import ClusterError, RayCluster
 from supervisor.config import Settings, job_directory
 from supervisor.control import Answer, Control, Request
@@ -40,11 +38,12 @@ from supervisor.heartbeats import (
     Suspicion,
     watch,
 )
+from supervisor.in_force import InForce, digest_of, keep, recall
 from supervisor.journal import JOURNAL_FILE, Journal
 from supervisor.lock import Lock, acquire
 from supervisor.past import Past, past_of, past_on_disk
 from supervisor.performers import Performers, restore_point_of
-from supervisor.redis_address import PASSWORD_VARIABLE, address_of, masked
+from supervisor.redis_address import PASSWORD_VARIABLE, address_of
 from supervisor.status import snapshot
 from supervisor.troubles import Troubles
 from supervisor.workers import silence
@@ -62,6 +61,7 @@ LOOPBACK_ONLY = (
     'they cannot reach; name one that all can, redis_url = "redis://HOST:PORT"'
 )
 EPOCH_LOOK_S = 1.0
+_BEFORE_TRAINING = (State.PROVISIONING, State.INITIALIZING, State.RESTORING)
 TAKE_DOWN_LIMIT_S = 30.0
 
 
@@ -86,17 +86,55 @@ async def run_daemon(
         if journal.truncated:
             log.warning("journal_truncated", bytes=journal.truncated, why="a torn last line")
         past = past_of(journal.records) if journal.records else _past_on_disk(run_dir)
-        inherited = inherit(journal.records)
+        inherited, in_force = _agree(run_dir, settings, inherit(journal.records))
         if past.state == State.COMPLETED.name and inherited is None:
             message = f"{settings.job.name} is complete; nothing is left to do ({run_dir})"
             log.info("already_completed", message=message)
             if terminal:
                 print(message)
             return 0
-        assembly = _Assembly(
-            settings, config_path, run_dir, lock, journal, past, inherited, terminal
+        first = _Assembly(
+            in_force.settings or settings,
+            config_path,
+            run_dir,
+            lock,
+            journal,
+            past,
+            inherited,
+            terminal,
+            in_force.changed,
         )
-        return await assembly.run()
+        status = await first.run(following=settings)
+        if status is not None:
+            return status
+        # Its workers are gone: from here on the changed settings count, in a run of their own.
+        journal = Journal(run_dir / JOURNAL_FILE, epoch=lock.epoch)
+        past = past_of(journal.records)
+        second = _Assembly(settings, config_path, run_dir, lock, journal, past, None, terminal, ())
+        status = await second.run(following=settings, stops=first.daemon.stops)
+        assert status is not None, "nothing has changed meanwhile"
+        return status
+
+
+def _agree(
+    run_dir: Path, settings: Settings, inherited: Inheritance | None
+) -> tuple[Inheritance | None, InForce]:
+    """What to go on with, under which settings: workers that train keep those they began with."""
+    if inherited is None:
+        return None, InForce(settings=settings)
+    in_force = recall(run_dir, inherited.settings_digest, settings)
+    if in_force.settings is None:
+        why = "it is not known what its workers were started with"
+    elif in_force.changed and inherited.job.state in _BEFORE_TRAINING:
+        why = "its workers have not begun to train"
+    else:
+        if in_force.changed:
+            consequence = "they count from the next restart of the workers"
+            log.warning("settings_changed", keys=in_force.changed, consequence=consequence)
+        return inherited, in_force
+    consequence = f"they count at once, in a new run: {why}"
+    log.warning("settings_changed", keys=in_force.changed or None, consequence=consequence)
+    return None, InForce(settings=settings)
 
 
 class _Assembly:
@@ -110,12 +148,16 @@ class _Assembly:
         past: Past,
         inherited: Inheritance | None,
         terminal: bool,
+        changed: tuple[str, ...],
     ) -> None:
+        self.changed = changed
         self.settings, self.run_dir, self.lock, self.past = settings, run_dir, lock, past
         self.inherited = inherited
         self.config_dir = config_path.resolve().parent
         self.terminal = terminal
         self.started_at = time.time()
+        self.following = settings
+        self.is_renewed = False
         self.beats: dict[tuple[int, int], BeatMessage] = {}
         self.troubles = Troubles()
         self.embedded_redis: EmbeddedRedis | None = None
@@ -150,10 +192,11 @@ class _Assembly:
             header=header_of(
                 job=settings.job.name,
                 limits=asdict(self._limits()),
-                settings_digest=_digest(settings),
+                settings_digest=digest_of(settings),
             ),
             performers_of=self._performers,
             fence=lock.check,
+            renews=bool(changed),
         )
 
     # What the run begins with
@@ -352,6 +395,7 @@ class _Assembly:
             epoch=self.lock.epoch,
             started_at=self.started_at,
             beats=self.beats,
+            changed=self.changed,
             disk=self.troubles.rows((self.daemon.job.active, self.daemon.job.standby)),
             drills=self.settings.drills_allowed,
         )
@@ -372,8 +416,15 @@ class _Assembly:
 
     # The run
 
-    async def run(self) -> int:
+    async def run(self, *, following: Settings, stops: int = 0) -> int | None:
+        """The exit status; None where the job goes on in another run, under `following`.
+
+        `stops` are the signals that an assembly before this one had heard.
+        """
+        self.following = following
         self._catch_signals()
+        for _ in range(stops):
+            self.daemon.interrupt(signal.SIGTERM)
         if self.inherited is None:
             (self.run_dir / RESULT_FILE).unlink(missing_ok=True)
         self._say_what_begins()
@@ -387,7 +438,9 @@ class _Assembly:
                 self._show(stack)
                 self._spawn(stack, self._look_at_epoch())
                 try:
-                    return await self._run(stack)
+                    status = await self._run(stack)
+                    self.is_renewed = status is None
+                    return status
                 except ClusterError as error:
                     if self.daemon.superseded is not None:
                         raise self.daemon.superseded from error
@@ -395,12 +448,17 @@ class _Assembly:
         finally:
             self.daemon.journal.close()
 
-    async def _run(self, stack: AsyncExitStack) -> int:
+    async def _run(self, stack: AsyncExitStack) -> int | None:
         if self.inherited is not None:
             return await self._go_on(self.inherited, stack)
         if self.past.state not in SAFE_STATES:
-            await self._sweep_leftovers()
+            # A daemon vanished: what it left must be gone before anything is chosen or started.
+            await bring_down(self.daemon, self.past)
         await self._sweep_saves()
+        try:
+            keep(self.run_dir, self.settings)
+        except OSError as error:
+            raise DiskError(f"{self.run_dir} cannot be written: {error.strerror}") from error
         self._watch(stack)
         return await self.daemon.run(after=self.past.state)
 
@@ -462,9 +520,7 @@ class _Assembly:
 
         stack.push_async_callback(end)
 
-    async def _go_on(self, inherited: Inheritance, stack: AsyncExitStack) -> int:
-        if inherited.settings_digest != _digest(self.settings):
-            log.warning("settings_changed", consequence="they count from the next start of workers")
+    async def _go_on(self, inherited: Inheritance, stack: AsyncExitStack) -> int | None:
         await self.daemon.performers.connect()
         self._watch(stack)
         ended = how_they_ended(self.run_dir, inherited.job.active)
@@ -503,10 +559,6 @@ class _Assembly:
         if not watcher.cancelled() and (error := watcher.exception()) is not None:
             self.daemon.note_bug(error)
 
-    async def _sweep_leftovers(self) -> None:
-        """A daemon vanished: what it left must be gone before anything is chosen or started."""
-        await self.daemon.performers.reach_cluster()
-
     async def _sweep_saves(self) -> None:
         """Nobody lives, so what is unfinished now stays so.
 
@@ -531,18 +583,24 @@ class _Assembly:
             return
         for name, step in (
             ("calls", self.daemon.performers.call_off),
-            ("slots", self.cluster.release),
+            ("slots", self._release_slots),
             ("ray", self._leave_ray),
             ("redis", self._stop_redis),
         ):
             await _bounded(name, step)
 
+    async def _release_slots(self) -> None:
+        """A run that goes on in another one needs its snapshots."""
+        await self.cluster.release(forget=not self.is_renewed)
+
     async def _leave_ray(self) -> None:
         own = self.settings.cluster.address == "local" and self.daemon.superseded is None
-        await self.cluster.disconnect(stop_head=own)
+        kept = self.is_renewed and self.following.cluster.address == "local"
+        await self.cluster.disconnect(stop_head=own and not kept)
 
     async def _stop_redis(self) -> None:
-        if self.embedded_redis is not None:
+        kept = self.is_renewed and self.following.heartbeats.redis_url == "local"
+        if self.embedded_redis is not None and not kept:
             await asyncio.to_thread(self.embedded_redis.stop)
 
 
@@ -552,14 +610,6 @@ async def _bounded(name: str, step: Callable[[], Any]) -> None:
             await step()
     except (TimeoutError, OSError, EverstepError) as error:
         log.error("not_taken_down", what=name, why=str(error) or repr(error))
-
-
-def _digest(settings: Settings) -> str:
-    """Of all but the password, which a guesser could try on it."""
-    table = settings.model_dump(mode="json")
-    table["heartbeats"]["redis_url"] = masked(table["heartbeats"]["redis_url"])
-    text = json.dumps(table, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _past_on_disk(run_dir: Path) -> Past:

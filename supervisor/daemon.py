@@ -38,6 +38,7 @@ log = structlog.get_logger(__name__)
 JOURNAL_RETRY_S = 1.0
 STORY_LENGTH = 20
 ROLL_RETRY_S = 60.0
+_ENDED = ("", *(state.name for state in TERMINAL))
 
 
 class Clock:
@@ -60,7 +61,8 @@ class Daemon:
 
     `performers_of(daemon)` makes the performers, whose callbacks are methods of the daemon. `fence`
     raises Superseded once a newer daemon has the job. A journal of more than `roll_bytes` rolls
-    over in a quiet moment.
+    over in a quiet moment. With `renews` the run ends where workers would be started anew: others
+    settings count for them, and a run of its own.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class Daemon:
         performers_of: Callable[["Daemon"], Performers],
         fence: Callable[[], None] = lambda: None,
         roll_bytes: int = ROLL_BYTES,
+        renews: bool = False,
     ) -> None:
         self.machine = JobMachine(job)
         self.journal = journal
@@ -89,10 +92,11 @@ class Daemon:
         self._awake = asyncio.Event()
         self._actions: list[dict[str, Any]] = []
         self._bug: BaseException | None = None
-        self._stops = 0
+        self.stops = 0
         self._fence = fence
         self._roll_bytes = roll_bytes
         self._roll_again_at = 0.0
+        self._renews, self._is_renewed = renews, False
         moves = [record for record in journal.records if record["kind"] == "move"]
         self._trail: deque[Record] = deque(moves[-STORY_LENGTH:], STORY_LENGTH)
 
@@ -136,28 +140,41 @@ class Daemon:
 
     def interrupt(self, number: int) -> None:
         """A signal: the first asks for a drain, the second for the end at once."""
-        self._stops += 1
-        log.warning("signal_received", signal=signal.Signals(number).name, times=self._stops)
-        self.post(e.StopRequested(at=self.clock(), by="signal", now=self._stops > 1))
+        self.stops += 1
+        log.warning("signal_received", signal=signal.Signals(number).name, times=self.stops)
+        self.post(e.StopRequested(at=self.clock(), by="signal", now=self.stops > 1))
+
+    def forget_rumours(self) -> None:
+        """Whatever workers of an earlier run have said before this one begins."""
+        self._inbox = deque(
+            event for event in self._inbox if not isinstance(event, e.GenerationEvent)
+        )
 
     def _ring(self, deadline: x.SetDeadline) -> None:
         self.post(e.DeadlinePassed(at=self.clock(), id=deadline.id, owner=deadline.owner))
 
     # The loop
 
-    async def run(self, *, after: str) -> int:
+    async def run(self, *, after: str) -> int | None:
         """Run the job to its end and return the exit status.
 
-        `after` says how the previous run ended. Raises DeveloperError with the story of a bug, or
-        Superseded.
+        None where the run is over and the job is not: it goes on in another one. `after` says how
+        the previous run ended; where it did not, its recoveries are this one's too. Raises
+        DeveloperError with the story of a bug, or Superseded.
         """
-        self.chronicle = Chronicle()
+        job = self._job_record()
+        if after in _ENDED:
+            self.chronicle = Chronicle()
+        else:
+            job["told"] = self.chronicle.to_dict()
         self._trail.clear()
-        await self._commit([self.header, self._job_record()])
-        self.post(e.JobStarted(at=self.clock(), after=after))
+        await self._commit([self.header, job])
+        self._inbox.appendleft(e.JobStarted(at=self.clock(), after=after))
         return await self._loop()
 
-    async def go_on(self, restarted: e.SupervisorRestarted, pending: Sequence[x.Effect]) -> int:
+    async def go_on(
+        self, restarted: e.SupervisorRestarted, pending: Sequence[x.Effect]
+    ) -> int | None:
         """Go on where a daemon vanished, in its segment; see `run`.
 
         `pending` is what it had ordered and not seen done.
@@ -167,11 +184,14 @@ class Daemon:
             self.performers.launch(effect)
         return await self._loop()
 
-    async def _loop(self) -> int:
+    async def _loop(self) -> int | None:
         self.journal.records = []  # they have been read, and may be many
         while self._bug is None:
             if self.superseded is not None:
                 raise self.superseded
+            if self._is_renewed:
+                await self._write_actions()
+                return None
             if self._inbox:
                 await self._take(_merged(self._inbox))
             elif self._actions:
@@ -202,6 +222,9 @@ class Daemon:
         for move in moves:
             self.last_move = move
             _tell(move, self.job)
+            if self._renews and move.target is State.RESTORING is not move.source:
+                self._is_renewed = True  # what is ordered here is for the next run to do
+                break
             for effect in move.effects:
                 self.performers.launch(effect)
         self._roll_over()

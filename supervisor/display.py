@@ -240,6 +240,8 @@ def _trouble(snapshot: Snapshot) -> Text | None:
     for row in (snapshot.get("disk") or ())[:2]:
         where = f"{row.get('what')} of rank {row.get('rank')}"
         parts.append(f"no {where} on the disk since {clock(row.get('since'))}: {row.get('why')}")
+    if keys := snapshot.get("settings_changed"):
+        parts.append(f"changed, and counting when workers start anew: {', '.join(keys)}")
     if snapshot.get("retry_in_s"):
         parts.append(f"the next retry is in {snapshot['retry_in_s']:.0f} s")
     return Text("; ".join(parts), style="yellow") if parts else None

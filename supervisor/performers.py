@@ -463,6 +463,16 @@ class Performers:
             )
         return None
 
+    async def save_stray(self, generation: int) -> e.Event:
+        """Have adopted workers of another run of the machine save and stop, if they still can."""
+        self.rosters[generation] = Roster(
+            generation=generation, world_size=self.workers, restoring=True
+        )
+        try:
+            return await self._save_workers(x.SaveWorkers(generation=generation))
+        finally:
+            del self.rosters[generation]
+
     async def _save_workers(self, effect: x.SaveWorkers) -> e.Event:
         """Agree on a last step: rank 0 names it and waits until all the others know."""
         generation = effect.generation

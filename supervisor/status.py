@@ -19,6 +19,7 @@ def snapshot(
     epoch: int,
     started_at: float,
     beats: Mapping[tuple[int, int], BeatMessage],
+    changed: Sequence[str],
     drills: bool,
     disk: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
@@ -49,6 +50,7 @@ def snapshot(
         "purpose": job.purpose or None,
         "heartbeat_store_lost_since": job.blind_since,
         "journal_lost_since": daemon.journal_lost_since,
+        "settings_changed": list(changed),
         "disk": list(disk),
         "loss": first.loss if first else job.result.get("loss"),
         "held_out_loss": first.held_out_loss if first else job.result.get("held_out_loss"),

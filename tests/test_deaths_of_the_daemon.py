@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from supervisor.fsm.job import Limits
-from supervisor.journal import archives, last_segment, read_journal
+from supervisor.journal import archives, decode, encode, last_segment, read_journal
 from supervisor.past import past_of
 from supervisor.replay import replay_file
-from tests.sim.run import Meddling, Sim, simulate
+from tests.sim.run import Meddling, MortalJournal, Sim, simulate
 from tests.sim.world import Fault, Script
 from tests.test_scenarios import stop
 
@@ -213,3 +213,94 @@ def test_a_job_that_finished_as_an_orphan_is_completed_from_the_files(
     assert sim.daemon.job.generation == 1
     assert sim.daemon.job.incidents == 0
     assert replay_file(path).difference == ""
+
+
+def of_another_table(path: Path) -> None:
+    """As if an older version had written the journal."""
+    lines = path.read_bytes().splitlines(keepends=True)
+    header = decode(lines[0])
+    path.write_bytes(encode({**header, "table": "0" * 16}) + b"".join(lines[1:]))
+
+
+@pytest.mark.parametrize("snapshot_every", [0, 1])
+def test_a_journal_of_another_table_is_drained_and_goes_on_in_a_new_segment(
+    tmp_path: Path, snapshot_every: int
+) -> None:
+    """everstep was upgraded while the job trained: what nobody can go on with saves, and ends."""
+    path = tmp_path / "journal.jsonl"
+    script = Script(steps=200, checkpoint_every=500, snapshot_every=snapshot_every)
+
+    class Upgraded(MortalJournal):
+        def __init__(self, path: Path, *, epoch: int) -> None:
+            if epoch == 2:
+                of_another_table(path)
+            super().__init__(path, epoch=epoch)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tests.sim.run.MortalJournal", Upgraded)
+        sim = simulate(path, script, limits=STANDBY, die_after=14, dead_s=5.0)
+    assert sim.status == 0
+    records = list(read_journal(path))
+    headers = [record["seq"] for record in records if record["kind"] == "header"]
+    assert len(headers) == 2
+    started = sim.event("job_started")
+    assert started["after"] == ""
+    (_, second) = [m["event"] for m in sim.moves if m["event"]["event"] == "job_started"]
+    assert second["after"] == "RUNNING"
+    chosen = [m["event"] for m in sim.moves if m["event"]["event"] == "restore_point_selected"][-1]
+    assert chosen["kind"] == ("snapshot" if snapshot_every else "checkpoint")
+    assert chosen["saved_by"] == 1
+    assert chosen["step"] > 20  # nothing was lost of what had been reached
+    assert sim.daemon.job.generation >= 3  # the standby's number is not used again
+    assert not sim.cluster.ever_two_alive
+    report = replay_file(path)
+    assert (report.difference, report.segments) == ("", 2)
+    assert "written by table 0000000000000000" in report.notes[0]
+
+
+def test_changed_settings_wait_for_the_next_restart_of_the_workers(tmp_path: Path) -> None:
+    """A daemon started again with other settings must not disturb workers that train."""
+    path = tmp_path / "journal.jsonl"
+    script = Script(steps=200, faults=[Fault(kind="kill", step=60)], snapshot_every=1)
+    sim = simulate(path, script, limits=STANDBY, die_after=14, dead_s=2.0, renews=True)
+    assert sim.status == 0
+    records = sim.records
+    headers = [record["seq"] for record in records if record["kind"] == "header"]
+    assert len(headers) == 2
+    names = [m["event"]["event"] for m in sim.moves if m["seq"] < headers[1]]
+    assert names.index("supervisor_restarted") < names.index("worker_crashed")
+    assert names[-1] == "retry_granted"  # and what it ordered was left to the next run
+    starts = [call for call in sim.cluster.calls if call.startswith(("place", "start"))]
+    assert starts[0] == "place 1"
+    assert "place 2" in starts
+    assert not sim.cluster.ever_two_alive
+    (row,) = sim.daemon.chronicle.recoveries()
+    assert row["event"] == "worker_crashed"
+    assert row["total_s"] is not None
+    assert row["resumed_step"] >= 59
+    assert replay_file(path).difference == ""
+
+
+def test_without_a_restart_changed_settings_never_count(tmp_path: Path) -> None:
+    """The job runs to its end as it began."""
+    path = tmp_path / "journal.jsonl"
+    sim = simulate(path, Script(steps=100), die_after=14, dead_s=2.0, renews=True)
+    assert sim.status == 0
+    assert sim.daemon.job.generation == 1
+    assert [r["kind"] for r in read_journal(path)].count("header") == 1
+
+
+def test_a_stop_prevails_over_changed_settings(tmp_path: Path) -> None:
+    """Nobody wants the job started anew in order to be stopped."""
+    path = tmp_path / "journal.jsonl"
+    sim = simulate(
+        path,
+        Script(steps=400),
+        limits=STANDBY,
+        meddle={16.0: stop()},
+        die_after=14,
+        dead_s=2.0,
+        renews=True,
+    )
+    assert sim.states[-1] == "STOPPED"
+    assert [r["kind"] for r in read_journal(path)].count("header") == 1

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from supervisor.adoption import go_on, inherit
+from supervisor.adoption import bring_down, go_on, inherit
 from supervisor.daemon import Clock, Daemon, header_of
 from supervisor.fsm import effects as x
 from supervisor.fsm import events as e
@@ -35,7 +35,7 @@ LIMIT_S = 100_000.0
 class Sim:
     """A finished run."""
 
-    status: int
+    status: int | None
     daemon: Daemon
     cluster: SimCluster
     disk: SimDisk
@@ -96,11 +96,13 @@ def simulate(
     dead_s: float = 2.0,
     roll_bytes: int = ROLL_BYTES,
     fence: Callable[[], None] = lambda: None,
+    renews: bool = False,
 ) -> Any:
     """Run to the end; a Sim. `meddle` maps virtual seconds to what is done to (daemon, cluster).
 
     With `die_after` the daemon is killed after that line and another starts `dead_s` later; None
-    if there was nothing left to do for it.
+    if there was nothing left to do for it. With `renews` that one goes on only until workers must
+    be started anew, and the rest is a run of its own.
     """
     loop = VirtualLoop()
 
@@ -123,7 +125,8 @@ def simulate(
                 records = Journal(path, epoch=0).records
                 if inherit(records) is None and past_of(records).state in SAFE_STATES:
                     return None
-                return await life(later, epoch + 1)
+                sim = await life(later, epoch + 1, renews=renews)
+                return sim if sim.status is not None else await life({}, epoch + 1, anew=True)
         finally:
             await cluster.end_all()
 
@@ -145,6 +148,8 @@ async def _life(
     *,
     roll_bytes: int,
     fence: Callable[[], None],
+    renews: bool = False,
+    anew: bool = False,
 ) -> Sim:
     """One daemon, from its start to its end or its death."""
     store = SimStore(JOB, cluster)
@@ -154,7 +159,7 @@ async def _life(
     journal = MortalJournal(path, epoch=epoch)
     journal.last = die_after
     past = past_of(journal.records)
-    inherited = inherit(journal.records)
+    inherited = None if anew else inherit(journal.records)
     clock = Clock(wall=1_000_000.0 * epoch)
     blind_at = 0.0
 
@@ -198,6 +203,7 @@ async def _life(
         performers_of=performers_of,
         roll_bytes=roll_bytes,
         fence=fence,
+        renews=renews,
     )
 
     def take(record: Record) -> None:
@@ -244,7 +250,12 @@ async def _life(
         if inherited:
             status = await go_on(daemon, inherited, epoch=epoch, ended=script.orphans_ended)
         else:
+            if past.state not in {"", *SAFE_STATES}:
+                await bring_down(daemon, past)
             status = await daemon.run(after=past.state)
+        if status is None:
+            await daemon.performers.call_off()
+            await cluster.release(forget=False)
     finally:
         cluster.on_record = cluster.on_slot_lost = lambda *_: None
         for meddling in meddlings:

@@ -275,7 +275,7 @@ class SimCluster:
             }
         return found
 
-    async def release(self) -> None:
+    async def release(self, *, forget: bool = True) -> None:
         """As the real one does: no child outlives its slot."""
         self.calls.append("release")
         await self.end_all()

@@ -128,7 +128,7 @@ def began(monkeypatch: pytest.MonkeyPatch, run_dir: Path) -> Past:
         def __init__(self, *arguments: Any) -> None:
             found.extend(one for one in arguments if isinstance(one, Past))
 
-        async def run(self) -> int:
+        async def run(self, **_: Any) -> int:
             return 0
 
     monkeypatch.setattr(assembly, "_Assembly", Stub)
