@@ -3,17 +3,23 @@
 Training has not stopped meanwhile, and nobody pays for the restart.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import structlog
 
 from supervisor.daemon import Daemon
 from supervisor.fsm import effects as x
 from supervisor.fsm import events as e
 from supervisor.fsm.job import Job
-from supervisor.fsm.states import TERMINAL
+from supervisor.fsm.states import TERMINAL, State
 from supervisor.journal import Record
+from supervisor.past import Past
 from supervisor.replay import rebuild
 from supervisor.unfinished import unfinished
+
+log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,10 +49,36 @@ def inherit(records: Sequence[Record]) -> Inheritance | None:
     return Inheritance(job=job, pending=pending, settings_digest=str(records[0].get("settings")))
 
 
-async def go_on(daemon: Daemon, inherited: Inheritance, *, epoch: int) -> int:
-    """Adopt what lives and run the job to its end; the exit status.
+async def bring_down(daemon: Daemon, past: Past) -> None:
+    """End what an earlier daemon left that nobody can go on with: another table, other settings.
 
-    The cluster must be connected. Raises ClusterError where leftovers cannot be proven gone.
+    Workers that train save first, if they can: the next run restores what they had reached. Raises
+    ClusterError where something cannot be proven gone.
+    """
+    performers = daemon.performers
+    await performers.connect()
+    if past.state == State.RUNNING.name:
+        children = await performers.cluster.adopt(past.placement)
+        if children is not None and len(children.get(past.active, ())) == performers.workers:
+            outcome = await performers.save_stray(past.active)
+            told = outcome.to_dict()
+            log.info("drained_for_a_new_run", outcome=told.pop("event"), **told)
+        await performers.cluster.release(forget=False)
+    await performers.sweep()
+    daemon.forget_rumours()
+
+
+async def go_on(
+    daemon: Daemon,
+    inherited: Inheritance,
+    *,
+    epoch: int,
+    ended: Mapping[str, Any] | None = None,
+) -> int | None:
+    """Adopt what lives and run the job to its end; see `Daemon.run`.
+
+    `ended` is how workers ended that were orphans. The cluster must be connected. Raises
+    ClusterError where leftovers cannot be proven gone.
     """
     job, performers = inherited.job, daemon.performers
     performers.inherit(job)
@@ -65,11 +97,37 @@ async def go_on(daemon: Daemon, inherited: Inheritance, *, epoch: int) -> int:
         for rank, pid in sorted(ranks.items())
     )
     if has_slots and children is None:
-        every_rank = tuple(range(performers.workers))
-        why = "gone when the daemon came back"
-        lost = e.SlotLost(at=daemon.clock(), generation=job.active, ranks=every_rank, why=why)
-        daemon.post(lost)
+        for event in _without_slots(job, ended, performers.workers, daemon.clock()):
+            daemon.post(event)
     restarted = e.SupervisorRestarted(
         at=daemon.clock(), epoch=epoch, adopted=adopted, slots=children is not None
     )
     return await daemon.go_on(restarted, inherited.pending)
+
+
+def _without_slots(
+    job: Job, ended: Mapping[str, Any] | None, workers: int, at: float
+) -> Iterator[e.Event]:
+    """What it means that no slot is left: orphans that finished or saved, or a loss."""
+    common: dict[str, Any] = {"at": at, "generation": job.active}
+    if ended is None:
+        why = "gone when the daemon came back"
+        yield e.SlotLost(**common, ranks=tuple(range(workers)), why=why)
+        return
+    done = ended["completed"]
+    if done is None:
+        saved = f"step {ended['step']} is saved" if ended["saved"] else "nothing was saved"
+        why = f"no daemon was heard of for {ended['after_s']:g} s; {saved}"
+        yield e.WorkersOrphaned(**common, step=int(ended["step"]), why=why)
+        return
+    if job.state is State.INITIALIZING:
+        yield e.WorkersInitialized(**common, step=job.restore_step)
+    elif job.state is State.RESTORING:
+        yield e.WorkersRestored(**common, step=job.restore_step)
+    yield e.TrainingCompleted(
+        **common,
+        step=int(done["step"]),
+        params_digest=str(done["params_digest"]),
+        loss=done.get("loss"),
+        held_out_loss=done.get("held_out_loss"),
+    )

@@ -4,29 +4,27 @@ It connects; what happens is decided in `fsm` and done by the performers.
 """
 
 import asyncio
-import hashlib
-import json
+import os
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
 
 import structlog
 
 from supervisor import history
-from supervisor.adoption import Inheritance, go_on, inherit
-from supervisor.cluster import RayCluster
+from supervisor.adoption import Inheritance, bring_down, go_on, inherit
+from supervisor.cluster import ClusterError, RayCluster
 from supervisor.config import Settings, job_directory
 from supervisor.control import Answer, Control, Request
 from supervisor.daemon import Clock, Daemon, header_of
 from supervisor.display import Display
 from supervisor.drills import Drills
-from supervisor.embedded import EmbeddedRedis, RedisAddress, authenticate
-from supervisor.errors import ClusterUnusable, EverstepError
+from supervisor.embedded import EmbeddedRedis, authenticate
+from supervisor.errors import DiskError, EverstepError, Superseded
 from supervisor.files import RESULT_FILE, RunFiles
 from supervisor.fsm import effects as x
 from supervisor.fsm import events as e
@@ -40,13 +38,17 @@ from supervisor.heartbeats import (
     Suspicion,
     watch,
 )
+from supervisor.in_force import InForce, digest_of, keep, recall
 from supervisor.journal import JOURNAL_FILE, Journal
 from supervisor.lock import Lock, acquire
-from supervisor.past import Past, past_of
+from supervisor.past import Past, past_of, past_on_disk
 from supervisor.performers import Performers, restore_point_of
+from supervisor.redis_address import PASSWORD_VARIABLE, address_of
 from supervisor.status import snapshot
+from supervisor.troubles import Troubles
 from supervisor.workers import silence
-from trainer.heartbeat import BeatMessage, canary_key
+from trainer.heartbeat import BeatMessage, StoreAddress, canary_key
+from trainer.orphans import how_they_ended
 from trainer.snapshot import SnapshotError, sweep
 from trainer.snapshot import directory_of as snapshot_directory
 
@@ -54,34 +56,85 @@ log = structlog.get_logger(__name__)
 
 SAFE_STATES = {"", *(state.name for state in TERMINAL)}
 REDIS_RETRY_S = 1.0
+LOOPBACK_ONLY = (
+    'heartbeats.redis_url = "local" is a redis-server on the loopback of the daemon\'s host, which '
+    'they cannot reach; name one that all can, redis_url = "redis://HOST:PORT"'
+)
+EPOCH_LOOK_S = 1.0
+_BEFORE_TRAINING = (State.PROVISIONING, State.INITIALIZING, State.RESTORING)
 TAKE_DOWN_LIMIT_S = 30.0
 
 
 async def run_daemon(
-    settings: Settings, origins: Mapping[str, str], config_path: Path, terminal: bool
+    settings: Settings,
+    origins: Mapping[str, str],
+    config_path: Path,
+    terminal: bool,
+    *,
+    take_over: bool = False,
 ) -> int:
     """Run the job of these settings to its end; returns the exit status.
 
-    Raises AlreadyRunning, DiskError, ClusterUnusable, or DeveloperError with the story of a bug.
+    With `take_over` a daemon that holds the job on this machine is ended first. Raises
+    AlreadyRunning, Superseded, DiskError, ClusterUnusable, or DeveloperError with the story of a
+    bug.
     """
     run_dir = job_directory(settings.job, config_path)
-    with acquire(run_dir) as lock:
+    with acquire(run_dir, take_over=take_over) as lock:
         run_dir.chmod(0o700)
         journal = Journal(run_dir / JOURNAL_FILE, epoch=lock.epoch)
         if journal.truncated:
             log.warning("journal_truncated", bytes=journal.truncated, why="a torn last line")
-        past = past_of(journal.records)
-        inherited = inherit(journal.records)
+        past = past_of(journal.records) if journal.records else _past_on_disk(run_dir)
+        inherited, in_force = _agree(run_dir, settings, inherit(journal.records))
         if past.state == State.COMPLETED.name and inherited is None:
             message = f"{settings.job.name} is complete; nothing is left to do ({run_dir})"
             log.info("already_completed", message=message)
             if terminal:
                 print(message)
             return 0
-        assembly = _Assembly(
-            settings, config_path, run_dir, lock, journal, past, inherited, terminal
+        first = _Assembly(
+            in_force.settings or settings,
+            config_path,
+            run_dir,
+            lock,
+            journal,
+            past,
+            inherited,
+            terminal,
+            in_force.changed,
         )
-        return await assembly.run()
+        status = await first.run(following=settings)
+        if status is not None:
+            return status
+        # Its workers are gone: from here on the changed settings count, in a run of their own.
+        journal = Journal(run_dir / JOURNAL_FILE, epoch=lock.epoch)
+        past = past_of(journal.records)
+        second = _Assembly(settings, config_path, run_dir, lock, journal, past, None, terminal, ())
+        status = await second.run(following=settings, stops=first.daemon.stops)
+        assert status is not None, "nothing has changed meanwhile"
+        return status
+
+
+def _agree(
+    run_dir: Path, settings: Settings, inherited: Inheritance | None
+) -> tuple[Inheritance | None, InForce]:
+    """What to go on with, under which settings: workers that train keep those they began with."""
+    if inherited is None:
+        return None, InForce(settings=settings)
+    in_force = recall(run_dir, inherited.settings_digest, settings)
+    if in_force.settings is None:
+        why = "it is not known what its workers were started with"
+    elif in_force.changed and inherited.job.state in _BEFORE_TRAINING:
+        why = "its workers have not begun to train"
+    else:
+        if in_force.changed:
+            consequence = "they count from the next restart of the workers"
+            log.warning("settings_changed", keys=in_force.changed, consequence=consequence)
+        return inherited, in_force
+    consequence = f"they count at once, in a new run: {why}"
+    log.warning("settings_changed", keys=in_force.changed or None, consequence=consequence)
+    return None, InForce(settings=settings)
 
 
 class _Assembly:
@@ -95,13 +148,18 @@ class _Assembly:
         past: Past,
         inherited: Inheritance | None,
         terminal: bool,
+        changed: tuple[str, ...],
     ) -> None:
+        self.changed = changed
         self.settings, self.run_dir, self.lock, self.past = settings, run_dir, lock, past
         self.inherited = inherited
         self.config_dir = config_path.resolve().parent
         self.terminal = terminal
         self.started_at = time.time()
+        self.following = settings
+        self.is_renewed = False
         self.beats: dict[tuple[int, int], BeatMessage] = {}
+        self.troubles = Troubles()
         self.embedded_redis: EmbeddedRedis | None = None
         self.clock = Clock(wall=self.started_at, not_before=_last_at(journal))
         self.clock()  # it runs from its first reading on: now, not when Redis has started
@@ -122,6 +180,10 @@ class _Assembly:
             self._on_record,
             self._on_slot_lost,
             on_cluster_lost=self._on_cluster_lost,
+            why_one_host=LOOPBACK_ONLY if settings.heartbeats.redis_url == "local" else "",
+            on_stale=self._on_stale,
+            fence=lock.check,
+            orphan_after_s=settings.recovery.orphan_after_s,
         )
         self.daemon = Daemon(
             job=inherited.job if inherited else self._job(),
@@ -130,9 +192,11 @@ class _Assembly:
             header=header_of(
                 job=settings.job.name,
                 limits=asdict(self._limits()),
-                settings_digest=_digest(settings),
+                settings_digest=digest_of(settings),
             ),
             performers_of=self._performers,
+            fence=lock.check,
+            renews=bool(changed),
         )
 
     # What the run begins with
@@ -171,7 +235,7 @@ class _Assembly:
 
     def _performers(self, daemon: Daemon) -> Performers:
         settings = self.settings
-        self.redis = RedisAddress(host="127.0.0.1", port=0, password="")
+        self.redis = StoreAddress(host="127.0.0.1", port=0)
         return Performers(
             workers=settings.cluster.workers,
             drain_s=settings.deadlines.drain_s,
@@ -190,6 +254,7 @@ class _Assembly:
             on_bug=daemon.note_bug,
             on_change=daemon.wake,
             on_connected=self._catch_signals,
+            fence=self.lock.check,
         )
 
     def _spec(self, effect: x.StartWorkers | x.PrepareStandby, rank: int) -> dict[str, Any]:
@@ -216,28 +281,21 @@ class _Assembly:
                 "directory": str(self.snapshots),
                 "every_steps": settings.recovery.snapshot_every_steps,
             },
-            "heartbeat": {
-                "host": self.redis.host,
-                "port": self.redis.port,
-                "password": self.redis.password or None,
-                "every_s": settings.heartbeats.every_s,
-            },
+            "heartbeat": {**asdict(self.redis), "every_s": settings.heartbeats.every_s},
             "drills": settings.drills_allowed,
             "faults": self.drills.armed_for(rank),
         }
 
     def _result(self, effect: x.WriteResult) -> dict[str, Any]:
         daemon, job = self.daemon, self.daemon.job
-        rows = history.recoveries(daemon.moves_of_run)
+        rows = daemon.chronicle.recoveries()
         done = history.step_rows(self.run_dir)
         last = done[max(done)] if done else {}
         return {
             "state": effect.state,
             "exit_status": effect.exit_status,
             "reason": effect.reason,
-            "traceback": history.last_traceback(daemon.moves_of_run)
-            if effect.state == State.FAILED.name
-            else None,
+            "traceback": daemon.chronicle.traceback if effect.state == State.FAILED.name else None,
             "step": job.result.get("step", max(job.committed_step, 0)),
             "params_digest": job.result.get("params_digest"),
             "loss": job.result.get("loss", last.get("loss")),
@@ -246,7 +304,7 @@ class _Assembly:
             "failures": len(rows),
             "recoveries": rows,
             "goodput": history.goodput(
-                self.run_dir, since=self.started_at, elapsed_s=time.time() - self.started_at
+                self.run_dir, since=self.started_at, elapsed_s=self.clock() - self.started_at
             ),
         }
 
@@ -260,6 +318,7 @@ class _Assembly:
             log.info("late_word", generation=record.get("generation"), report=record.get("report"))
             return
         try:
+            self.troubles.hear(record, self.clock())
             found = roster.take(record, self.clock())
         except (KeyError, TypeError, ValueError) as error:
             log.error("report_unreadable", record=record, why=repr(error))
@@ -283,6 +342,11 @@ class _Assembly:
         self.daemon.performers.forget_cluster()
         self.daemon.post(e.ClusterLost(at=self.clock(), why=why))
 
+    def _on_stale(self, why: str) -> None:
+        self.daemon.note_superseded(
+            Superseded(f"{why}; this daemon ends without touching anything else")
+        )
+
     def _on_suspicion(self, suspicion: Suspicion) -> None:
         standby = suspicion.generation == self.daemon.job.standby
         self.daemon.post(silence(suspicion, self.clock(), standby=standby))
@@ -297,12 +361,22 @@ class _Assembly:
         """Our own server comes back at its old address, so that the workers find it."""
         assert self.embedded_redis is not None
         while self.monitor.is_blind:
-            if not self.embedded_redis.is_alive():
-                try:
-                    await asyncio.to_thread(self.embedded_redis.ensure)
-                except EverstepError as error:
-                    log.error("redis_not_restarted", why=str(error))
+            try:
+                if not self.embedded_redis.is_alive():
+                    await self._restart_redis(self.embedded_redis)
+            except (OSError, EverstepError) as error:  # a full disk: again, until there is space
+                log.error("redis_not_restarted", why=str(error))
             await asyncio.sleep(REDIS_RETRY_S)
+
+    async def _restart_redis(self, server: EmbeddedRedis) -> None:
+        address = await asyncio.to_thread(server.ensure)
+        if address == self.redis:
+            log.info("redis_restarted", port=address.port)
+            return
+        # Its old port was taken. Who started before beats in vain, and is judged by its slot.
+        log.warning("redis_moved", port=address.port, consequence="slots bear witness until then")
+        self.redis = address
+        await self.store.move(address)
 
     def _on_store_recovered(self) -> None:
         blind_s = round(self.clock() - self.blind_at, 3)
@@ -321,6 +395,8 @@ class _Assembly:
             epoch=self.lock.epoch,
             started_at=self.started_at,
             beats=self.beats,
+            changed=self.changed,
+            disk=self.troubles.rows((self.daemon.job.active, self.daemon.job.standby)),
             drills=self.settings.drills_allowed,
         )
 
@@ -340,8 +416,15 @@ class _Assembly:
 
     # The run
 
-    async def run(self) -> int:
+    async def run(self, *, following: Settings, stops: int = 0) -> int | None:
+        """The exit status; None where the job goes on in another run, under `following`.
+
+        `stops` are the signals that an assembly before this one had heard.
+        """
+        self.following = following
         self._catch_signals()
+        for _ in range(stops):
+            self.daemon.interrupt(signal.SIGTERM)
         if self.inherited is None:
             (self.run_dir / RESULT_FILE).unlink(missing_ok=True)
         self._say_what_begins()
@@ -351,17 +434,41 @@ class _Assembly:
                 await self._connect_redis(stack)
                 control = Control(self.run_dir, self._answer)
                 await control.start()
-                stack.push_async_callback(control.close)
+                stack.push_async_callback(self._stop_listening, control)
                 self._show(stack)
-                if self.inherited is not None:
-                    return await self._go_on(self.inherited, stack)
-                if self.past.state not in SAFE_STATES:
-                    await self._sweep_leftovers()
-                await self._sweep_saves()
-                self._watch(stack)
-                return await self.daemon.run(after=self.past.state)
+                self._spawn(stack, self._look_at_epoch())
+                try:
+                    status = await self._run(stack)
+                    self.is_renewed = status is None
+                    return status
+                except ClusterError as error:
+                    if self.daemon.superseded is not None:
+                        raise self.daemon.superseded from error
+                    raise
         finally:
             self.daemon.journal.close()
+
+    async def _run(self, stack: AsyncExitStack) -> int | None:
+        if self.inherited is not None:
+            return await self._go_on(self.inherited, stack)
+        if self.past.state not in SAFE_STATES:
+            # A daemon vanished: what it left must be gone before anything is chosen or started.
+            await bring_down(self.daemon, self.past)
+        await self._sweep_saves()
+        try:
+            keep(self.run_dir, self.settings)
+        except OSError as error:
+            raise DiskError(f"{self.run_dir} cannot be written: {error.strerror}") from error
+        self._watch(stack)
+        return await self.daemon.run(after=self.past.state)
+
+    async def _look_at_epoch(self) -> None:
+        while True:
+            await asyncio.sleep(EPOCH_LOOK_S)
+            self.daemon.look_at_epoch()
+
+    async def _stop_listening(self, control: Control) -> None:
+        await control.close(leave=self.daemon.superseded is not None)
 
     def _catch_signals(self) -> None:
         """Called again after each connection: Ray puts a handler of its own in front."""
@@ -383,19 +490,22 @@ class _Assembly:
             log.info("job_begins", name=self.settings.job.name, run_dir=str(self.run_dir))
 
     async def _connect_redis(self, stack: AsyncExitStack) -> None:
-        url = self.settings.heartbeats.redis_url
-        if url == "local":
+        heartbeats = self.settings.heartbeats
+        if heartbeats.redis_url == "local":
+            os.environ.pop(PASSWORD_VARIABLE, None)  # no child inherits it
             self.embedded_redis = EmbeddedRedis(self.run_dir)
             self.redis = await asyncio.to_thread(self.embedded_redis.ensure)
-            url = f"redis://:{self.redis.password}@{self.redis.host}:{self.redis.port}"
         else:
-            self.redis = _address(url)
-        store = RedisStore(job=self.settings.job.name, url=url)
-        stack.push_async_callback(self._leave_store, store)
-        self.daemon.performers.store = store
+            self.redis = address_of(heartbeats, self.config_dir)
+        self.store = RedisStore(job=self.settings.job.name, address=self.redis)
+        stack.push_async_callback(self._leave_store, self.store)
+        self.daemon.performers.store = self.store
 
     async def _leave_store(self, store: RedisStore) -> None:
         """Take the canary away: a store that others share keeps nothing of this job."""
+        if self.daemon.superseded is not None:
+            await store.close()
+            return
         with suppress(StoreUnavailable):
             await store.delete([canary_key(self.settings.job.name)])
         await store.close()
@@ -410,17 +520,17 @@ class _Assembly:
 
         stack.push_async_callback(end)
 
-    async def _go_on(self, inherited: Inheritance, stack: AsyncExitStack) -> int:
-        if inherited.settings_digest != _digest(self.settings):
-            log.warning("settings_changed", consequence="they count from the next start of workers")
+    async def _go_on(self, inherited: Inheritance, stack: AsyncExitStack) -> int | None:
         await self.daemon.performers.connect()
         self._watch(stack)
-        return await go_on(self.daemon, inherited, epoch=self.lock.epoch)
+        ended = how_they_ended(self.run_dir, inherited.job.active)
+        return await go_on(self.daemon, inherited, epoch=self.lock.epoch, ended=ended)
 
     def _watch(self, stack: AsyncExitStack) -> None:
         store = self.daemon.performers.store
         assert store is not None
-        watcher = asyncio.create_task(
+        self._spawn(
+            stack,
             watch(
                 job=self.settings.job.name,
                 monitor=self.monitor,
@@ -431,8 +541,12 @@ class _Assembly:
                 on_store_lost=self._on_store_lost,
                 on_store_recovered=self._on_store_recovered,
                 on_beats=self._on_beats,
-            )
+            ),
         )
+
+    def _spawn(self, stack: AsyncExitStack, watch: Coroutine[Any, Any, None]) -> None:
+        """Let something watch until the end; one that breaks is a bug."""
+        watcher = asyncio.create_task(watch)
         watcher.add_done_callback(self._watcher_ended)
 
         async def end() -> None:
@@ -444,10 +558,6 @@ class _Assembly:
     def _watcher_ended(self, watcher: asyncio.Task[None]) -> None:
         if not watcher.cancelled() and (error := watcher.exception()) is not None:
             self.daemon.note_bug(error)
-
-    async def _sweep_leftovers(self) -> None:
-        """A daemon vanished: what it left must be gone before anything is chosen or started."""
-        await self.daemon.performers.reach_cluster()
 
     async def _sweep_saves(self) -> None:
         """Nobody lives, so what is unfinished now stays so.
@@ -467,19 +577,30 @@ class _Assembly:
 
     async def _take_down(self) -> None:
         """End what this daemon started, and nothing else; each step whatever the others do."""
+        if self.daemon.superseded is not None:
+            await _bounded("calls", self.daemon.performers.call_off)
+            await _bounded("ray", self._leave_ray)
+            return
         for name, step in (
             ("calls", self.daemon.performers.call_off),
-            ("slots", self.cluster.release),
+            ("slots", self._release_slots),
             ("ray", self._leave_ray),
             ("redis", self._stop_redis),
         ):
             await _bounded(name, step)
 
+    async def _release_slots(self) -> None:
+        """A run that goes on in another one needs its snapshots."""
+        await self.cluster.release(forget=not self.is_renewed)
+
     async def _leave_ray(self) -> None:
-        await self.cluster.disconnect(stop_head=self.settings.cluster.address == "local")
+        own = self.settings.cluster.address == "local" and self.daemon.superseded is None
+        kept = self.is_renewed and self.following.cluster.address == "local"
+        await self.cluster.disconnect(stop_head=own and not kept)
 
     async def _stop_redis(self) -> None:
-        if self.embedded_redis is not None:
+        kept = self.is_renewed and self.following.heartbeats.redis_url == "local"
+        if self.embedded_redis is not None and not kept:
             await asyncio.to_thread(self.embedded_redis.stop)
 
 
@@ -491,22 +612,25 @@ async def _bounded(name: str, step: Callable[[], Any]) -> None:
         log.error("not_taken_down", what=name, why=str(error) or repr(error))
 
 
-def _address(url: str) -> RedisAddress:
-    parts = urlsplit(url)
-    if not parts.hostname:
-        raise ClusterUnusable(f"heartbeats.redis_url names no host: {parts.scheme}://…")
-    return RedisAddress(
-        host=parts.hostname, port=parts.port or 6379, password=unquote(parts.password or "")
-    )
-
-
-def _digest(settings: Settings) -> str:
-    text = json.dumps(settings.model_dump(mode="json"), sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+def _past_on_disk(run_dir: Path) -> Past:
+    try:
+        past = past_on_disk(run_dir)
+    except OSError as error:
+        raise DiskError(f"{run_dir} cannot be read: {error}") from error
+    if past.state:
+        log.warning(
+            "journal_missing",
+            consequence="the job goes on from what else is on the disk, with fresh budgets",
+            committed_step=past.committed_step,
+            next_generation=past.generation + 1,
+        )
+    return past
 
 
 def _last_at(journal: Journal) -> float:
     for record in reversed(journal.records):
         if record["kind"] == "move":
             return float(record["event"]["at"])
+        if record["kind"] == "header":
+            return float(record.get("at", 0.0))
     return 0.0

@@ -70,6 +70,7 @@ def run(options: argparse.Namespace) -> int:
     from supervisor.errors import DiskError
     from supervisor.log import configure
 
+    os.umask(0o077)  # whatever a run leaves is its owner's, and so is what our children leave
     config_path = Path(options.config).resolve()
     settings, origins = read_settings(Settings, options.config, options.set)
     terminal = sys.stdout.isatty() and not options.plain
@@ -85,7 +86,9 @@ def run(options: argparse.Namespace) -> int:
 
     from supervisor.assembly import run_daemon
 
-    status: int = asyncio.run(run_daemon(settings, origins, config_path, terminal))
+    status: int = asyncio.run(
+        run_daemon(settings, origins, config_path, terminal, take_over=options.take_over)
+    )
     if terminal:
         _print_result(run_dir)
     return status
@@ -144,26 +147,27 @@ def status(options: argparse.Namespace) -> int:
 
 def events(options: argparse.Namespace) -> int:
     """Print the decisions of the job's journal, oldest first."""
-    from supervisor.journal import read_journal
+    from supervisor.journal import read_history
     from supervisor.recorded import JOURNAL_FILE
     from supervisor.story import tell
 
     path = _run_dir(options) / JOURNAL_FILE
     if not path.exists() and not options.follow:
         raise OperatorError(f"{path}: no job has run here")
-    lines = 0
-    size = -1
+    last = 0
+    seen = (-1, -1)
     while True:
-        if path.exists() and path.stat().st_size != size:
-            size = path.stat().st_size
-            for number, record in enumerate(read_journal(path)):
-                if number < lines:
-                    continue
-                lines = number + 1
+        # Another file under the same name: the journal has rolled over, or another daemon took it.
+        if path.exists() and (now := (path.stat().st_ino, path.stat().st_size)) != seen:
+            seen = now
+            for record in read_history(path, after=last):
+                last = record["seq"]
                 text = json.dumps(record, default=str) if options.json else tell(record)
                 if text is not None:
                     print(text, flush=True)
         if not options.follow:
+            if last == 0:
+                raise OperatorError(f"{path} is empty: nothing was ever decided here")
             return 0
         time.sleep(0.2)
 
@@ -177,6 +181,8 @@ def replay(options: argparse.Namespace) -> int:
     if not path.is_file():
         raise OperatorError(f"{path}: there is no such journal")
     report = replay_file(path)
+    if report.segments == 0:
+        raise OperatorError(f"{path} is empty: nothing was ever decided here")
     if options.json:
         found = {"file": str(path), "moves": report.moves, "state": report.state}
         found |= {"difference": report.difference or None, "notes": list(report.notes)}
@@ -289,12 +295,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.set_defaults(command=run, run=None)
     _add_settings(parser, default=True)
-    _add_plain(parser, default=False)
+    _add_running(parser, default=False)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
 
     one = _add(commands, "run", run, "run the job (the default)", "run --set trainer.steps=200")
     _add_settings(one)
-    _add_plain(one)
+    _add_running(one)
     one = _add(commands, "check", check, "validate the settings", "check --config job.toml")
     _add_settings(one)
     _add_json(one)
@@ -402,10 +408,18 @@ def _add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="an answer for programs")
 
 
-def _add_plain(parser: argparse.ArgumentParser, *, default: bool | None = None) -> None:
-    parser.add_argument(
-        "--plain",
-        action="store_true",
-        default=argparse.SUPPRESS if default is None else default,
-        help="JSON lines even on a terminal",
-    )
+def _add_running(parser: argparse.ArgumentParser, *, default: bool | None = None) -> None:
+    for name, text in (
+        ("--plain", "JSON lines even on a terminal"),
+        (
+            "--take-over",
+            "end the daemon that holds the job on this machine, frozen or not, and go on with its "
+            "workers",
+        ),
+    ):
+        parser.add_argument(
+            name,
+            action="store_true",
+            default=argparse.SUPPRESS if default is None else default,
+            help=text,
+        )

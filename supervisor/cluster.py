@@ -37,7 +37,10 @@ _TABLE_LIMIT_S = 5.0
 _DOUBT_PAUSE_S = 0.25
 _SAME_MOMENT_S = 0.02  # deaths this close together are told as one
 _PLACEMENT_PAUSE_S = 0.05
+_HEAD_PATIENCE_S = 20.0  # with another's head: it may come back, and training goes on meanwhile
+_LOOK_LIMIT_S = 2.0
 _LEAVE_AFTER_S = 30.0
+_ASIDE_S = 30.0  # then a node where processes could not be ended is tried again
 _PATIENCE_S = 5.0  # with a slot that does not answer to `kill`
 _THREADS = 4  # Ray's calls may hang with its head; more would hang in vain
 
@@ -50,6 +53,10 @@ class PlacementTimedOut(ClusterError):
     """The slots that were asked for did not come in time."""
 
 
+class SlotsSetAside(ClusterError):
+    """Slots came to lie beside processes that cannot be ended: their nodes are used no more."""
+
+
 class SlotDied(ClusterError):
     """The slot's process is gone, and its children with it."""
 
@@ -60,6 +67,10 @@ class SlotSilent(ClusterError):
 
 class SlotRefused(ClusterError):
     """The slot lives, and does not carry out this order."""
+
+
+class StaleEpoch(SlotRefused):
+    """The slot serves a daemon of a later epoch: ours is over."""
 
 
 class StartFailed(ClusterError):
@@ -81,6 +92,15 @@ class Slot:
     started_at: float
     local_rank: int
     node_rank: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Aside:
+    """A node that is not used until `until` (seconds of the loop), and why."""
+
+    why: str
+    is_here: bool
+    until: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +138,8 @@ class ClusterNeeds(Protocol):
     def resources_per_worker(self) -> Mapping[str, float]: ...
     @property
     def placement(self) -> str: ...
+    @property
+    def placement_timeout_s(self) -> float: ...
 
 
 class Cluster(Protocol):
@@ -138,7 +160,7 @@ class Cluster(Protocol):
     async def adopt(self, placement: int) -> dict[int, dict[int, int]] | None:
         """Take over the slots that an earlier daemon placed; their children by generation, rank.
 
-        None where a slot is missing.
+        None where a slot is missing, or is about to end by itself.
         """
 
     async def start(self, generation: int, specs: Sequence[dict[str, Any]]) -> dict[int, int]:
@@ -185,8 +207,11 @@ class RayCluster:
 
     `run_dir` is `<run_dir>/<job>`. `on_record` gets each record of a slot's `watch`, with
     `generation` and `rank`; `on_slot_lost` the ranks of slots that died, why, and whether their
-    node did; `on_cluster_lost` why the job's own head, or the table of nodes, is out of reach. All
-    are called on the event loop. `command` is what slots run as a child.
+    node did; `on_cluster_lost` why the job's own head, or the table of nodes, is out of reach;
+    `on_stale` what a slot said that serves a later daemon. All are called on the event loop.
+    `fence` raises Superseded once there is one: it is asked before anything is ended by name.
+    `why_one_host` says what a cluster of several hosts would lack, "" if nothing. `command` is what
+    slots run as a child.
     """
 
     def __init__(
@@ -198,6 +223,10 @@ class RayCluster:
         on_slot_lost: Callable[[tuple[int, ...], str, bool], None],
         *,
         on_cluster_lost: Callable[[str], None] | None = None,
+        why_one_host: str = "",
+        on_stale: Callable[[str], None] = lambda why: None,
+        fence: Callable[[], None] = lambda: None,
+        orphan_after_s: float = 0.0,
         command: Sequence[str] = COMMAND,
     ) -> None:
         self._settings = settings
@@ -206,6 +235,9 @@ class RayCluster:
         self._on_record = on_record
         self._on_slot_lost = on_slot_lost
         self._on_cluster_lost = on_cluster_lost
+        self._why_one_host = why_one_host
+        self._on_stale, self._fence = on_stale, fence
+        self._orphan_after_s = orphan_after_s
         self._command = list(command)
         self._prefix = ray_calls.prefix(self._run_dir)
         self._head = EmbeddedRay(self._run_dir) if settings.address == "local" else None
@@ -214,6 +246,7 @@ class RayCluster:
         self._actors: tuple[Any, ...] = ()
         self._machines: tuple[str, ...] = ()
         self._dead: dict[int, str] = {}
+        self._aside: dict[str, _Aside] = {}
         self._started: dict[int, dict[int, Identity]] = {}
         self._watches: list[asyncio.Task[None]] = []
         self._guard: asyncio.Task[None] | None = None
@@ -223,12 +256,17 @@ class RayCluster:
     async def connect(self) -> None:
         """Start or find the head, then connect. Raises ClusterUnusable or ClusterError.
 
-        After the loss of a cluster: its slots are dead, and `kill` proves their children gone.
+        After the loss of a cluster: its slots are dead, and `kill` proves their children gone. The
+        head of another's cluster is waited for then, as long as for slots.
         """
         self._forget("its cluster was lost")
         address = self._settings.address
         if self._head is not None:
             address = await self._in_thread(_CONNECT_LIMIT_S, self._head.ensure)
+        elif self._is_lost:
+            with contextlib.suppress(ClusterError):  # Ray's code would end us while we wait
+                await self._in_thread(_DISCONNECT_LIMIT_S, ray_calls.disconnect)
+            await self._await_head(address, self._settings.placement_timeout_s)
         await self._in_thread(_CONNECT_LIMIT_S, ray_calls.connect, address)
         self._is_lost = False
         if self._on_cluster_lost is not None:
@@ -248,21 +286,30 @@ class RayCluster:
         refused = [one for one in answers if isinstance(one, SlotRefused)]
         if refused:
             raise refused[0]
+        self._fence()
         await self._in_thread(_TABLE_LIMIT_S, ray_calls.kill_slots, list(found.values()))
         removed = await self._remove()
+        await self._end_orphans()
         return [*found, *removed]
 
     async def shortage(self) -> str | None:
-        """Compares with all that the living nodes have, in use or not."""
+        """Compares with all that the living nodes have, in use or not, but for those set aside."""
         table = await self._in_thread(_TABLE_LIMIT_S, ray_calls.nodes)
+        await self._take_back_nodes()
         living = [node for node in table if node.is_alive]
+        if self._why_one_host and (away := ray_calls.addresses_elsewhere(living)):
+            return f"cannot run on a cluster with {', '.join(away[:4])}: {self._why_one_host}"
         workers, kind = self._settings.workers, self._settings.placement
-        return ray_calls.shortage(self._bundle(), workers, kind, living)
+        usable = [node for node in living if node.id not in self._aside]
+        short = ray_calls.shortage(self._bundle(), workers, kind, usable)
+        if short and self._aside:
+            short += f"; set aside: {'; '.join(one.why for one in self._aside.values())}"
+        return short
 
     async def place(self, placement: int, timeout_s: float) -> tuple[Slot, ...]:
         """Place the slots anew. Whatever way it fails, nothing of it is left.
 
-        Raises PlacementTimedOut or ClusterError.
+        Raises PlacementTimedOut, ClusterError, or SlotsSetAside after which it may be tried again.
         """
         await self.release(forget=False)
         try:
@@ -300,6 +347,7 @@ class RayCluster:
         )
         told = await asyncio.gather(*questions, return_exceptions=True)
         answers = [one for one in told if not isinstance(one, BaseException)]
+        answers = [one for one in answers if not one.get("leaving")]  # as an orphan, on its own
         if len(answers) < len(actors):
             return None
         self._settle(actors, answers, at)
@@ -433,6 +481,7 @@ class RayCluster:
             await self._end_slots(forget)
         if forget:
             await self._in_thread(_ORDER_LIMIT_S, sweep, snapshot_directory(self._run_dir))
+            await self._end_orphans()
 
     async def _end_slots(self, forget: bool) -> None:
         self._stop_watching()
@@ -472,6 +521,7 @@ class RayCluster:
             bundle,
             settings.workers,
             settings.placement,
+            list(self._aside),
         )
         while (at := await self._in_thread(_TABLE_LIMIT_S, ray_calls.group_nodes, group)) is None:
             await asyncio.sleep(_PLACEMENT_PAUSE_S)
@@ -481,6 +531,7 @@ class RayCluster:
             "cpus": settings.cpus_per_worker,
             "gpus": settings.gpus_per_worker,
             "command": self._command,
+            "orphan_after_s": self._orphan_after_s,
         }
         creations = (
             self._in_thread(
@@ -501,7 +552,34 @@ class RayCluster:
             self._ask(f"slot {index}", actor, "describe", limit_s=None)
             for index, actor in enumerate(actors)
         )
-        self._settle(actors, await asyncio.gather(*questions), at)
+        told = await asyncio.gather(*questions)
+        self._set_aside(at, told)
+        self._settle(actors, told, at)
+
+    def _set_aside(self, at: list[str], told: Sequence[dict[str, Any]]) -> None:
+        """A new slot has tried to end what dead ones left on its node; what it could not stays."""
+        until = asyncio.get_running_loop().time() + _ASIDE_S
+        found = {}
+        for node, one in zip(at, told, strict=True):
+            if one["orphans"]:
+                pids = ", ".join(map(str, one["orphans"]))
+                why = f"{one['host']}, where pid {pids} of an earlier generation cannot be ended"
+                found[node] = _Aside(why=why, is_here=one["machine"] == machine(), until=until)
+        self._aside |= found
+        if found:
+            raise SlotsSetAside("; ".join(one.why for one in found.values()))
+
+    async def _take_back_nodes(self) -> None:
+        """Where nothing is left any more, or nobody can tell but a new slot."""
+        if any(one.is_here for one in self._aside.values()):
+            limit_s = _ORDER_LIMIT_S
+            left = await self._in_thread(limit_s, end_orphans, self._run_dir, 0.0)
+            if not left:
+                self._aside = {node: one for node, one in self._aside.items() if not one.is_here}
+        now = asyncio.get_running_loop().time()
+        self._aside = {
+            node: one for node, one in self._aside.items() if one.is_here or one.until > now
+        }
 
     def _settle(self, actors: Sequence[Any], told: Sequence[dict[str, Any]], at: list[str]) -> None:
         """Give the slots their ranks; the order depends on nodes and devices alone."""
@@ -526,6 +604,7 @@ class RayCluster:
 
     async def _give_back(self) -> None:
         """End what bears our names, whatever of it there is."""
+        self._fence()
         found = await self._in_thread(_TABLE_LIMIT_S, ray_calls.find_slots, f"{self._prefix}slot:")
         await self._in_thread(_TABLE_LIMIT_S, ray_calls.kill_slots, list(found.values()))
         await self._remove()
@@ -536,14 +615,16 @@ class RayCluster:
         await self._in_thread(
             limit_s + 1, ray_calls.await_no_slots, f"{self._prefix}slot:", limit_s
         )
-        removed = await self._in_thread(
+        return await self._in_thread(
             limit_s + 1, ray_calls.remove_groups, f"{self._prefix}group:", limit_s
         )
+
+    async def _end_orphans(self) -> None:
+        """What slots that are dead left on this machine; on another its next slot does that."""
         left = await self._in_thread(_ORDER_LIMIT_S + 1, end_orphans, self._run_dir, _ORDER_LIMIT_S)
         if left:
             pids = ", ".join(str(one.pid) for one in left)
             raise ClusterError(f"processes of this run cannot be ended: pid {pids}")
-        return removed
 
     async def _reserve_address(self, generation: int) -> str:
         alone = len({slot.node_id for slot in self._slots}) == 1
@@ -595,6 +676,7 @@ class RayCluster:
         """End a rank on this machine without its slot, which is dead or does not answer."""
         if generation not in self._started:
             return None, None
+        self._fence()
         owner = Identity(pid=slot.pid, started_at=slot.started_at)
         child = self._started[generation].get(slot.rank)
         arguments = (self._run_dir, generation, owner, child, timeout_s)
@@ -615,6 +697,8 @@ class RayCluster:
                 node_lost = "its node has died" in str(error)
                 self._lose(rank, str(error), node_lost or await self._is_node_lost(rank))
                 return
+            except StaleEpoch:
+                return  # the slot is another daemon's
             except SlotRefused as error:
                 self._lose(rank, str(error), False)
                 return
@@ -666,25 +750,42 @@ class RayCluster:
             self._on_slot_lost(tuple(sorted(ranks)), self._dead[ranks[0]], node_lost)
 
     async def _watch_cluster(self, on_lost: Callable[[str], None]) -> None:
-        misses = 0
-        while misses < 2:
-            await asyncio.sleep(1.0 if self._head else _TABLE_LIMIT_S)
-            if self._head is not None:
-                misses = 0 if self._head.is_alive() else 2
-                continue
-            try:
-                await self._in_thread(_TABLE_LIMIT_S, ray_calls.nodes)
-                misses = 0
-            except ClusterError:
-                misses += 1
+        loop = asyncio.get_running_loop()
+        seen_at, patience_s = loop.time(), 0.0 if self._head else _HEAD_PATIENCE_S
+        while True:
+            await asyncio.sleep(1.0)
+            # One that is only slow is alive: its port is open. What it answers is not asked.
+            if await self._is_head_alive():
+                seen_at = loop.time()
+            elif loop.time() - seen_at > patience_s:
+                break
         self._is_lost = True
-        on_lost("the job's own Ray head has died" if self._head else "Ray's head does not answer")
+        on_lost("the job's own Ray head has died" if self._head else "nobody listens for Ray")
         # Ray's own code ends this process 61 s after the head, so we have to leave before. Until
         # then slots that live may still be told to end their children.
         await asyncio.sleep(_LEAVE_AFTER_S)
         self._stop_watching()
         self._dead = {slot.rank: "its cluster was lost" for slot in self._slots}
         await self._in_thread(_DISCONNECT_LIMIT_S, ray_calls.disconnect)
+
+    async def _is_head_alive(self) -> bool:
+        if self._head is not None:
+            return self._head.is_alive()
+        host, _, port = self._settings.address.rpartition(":")
+        try:
+            async with asyncio.timeout(_LOOK_LIMIT_S):
+                _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+        except (OSError, TimeoutError):
+            return False
+        writer.close()
+        return True
+
+    async def _await_head(self, address: str, timeout_s: float) -> None:
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        while not await self._is_head_alive():
+            if asyncio.get_running_loop().time() > deadline:
+                raise ClusterError(f"no Ray head came back at {address} within {timeout_s:.0f} s")
+            await asyncio.sleep(1.0)
 
     # Asking
 
@@ -737,7 +838,11 @@ class RayCluster:
         except ray.exceptions.RayError as error:
             raise ClusterError(f"{name}: {_first_line(error)}") from error
         if "error" in answer:
-            raise SlotRefused(f"{name} refuses `{method}`: {answer['error']}")
+            said = f"{name} refuses `{method}`: {answer['error']}"
+            if not answer.get("stale"):
+                raise SlotRefused(said)
+            self._on_stale(said)
+            raise StaleEpoch(said)
         return dict(answer)
 
     async def _in_thread(self, limit_s: float, call: Callable[..., T], *arguments: Any) -> T:

@@ -6,10 +6,10 @@ Reading, overriding and explaining is `trainer.settings`. Neither jax nor Ray is
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
-from urllib.parse import urlsplit, urlunsplit
 
 from pydantic import ConfigDict, Field, field_validator
 
+from supervisor.redis_address import fault_of, masked
 from trainer.config import CheckpointSettings, TrainerSettings
 from trainer.settings import Origin, Relation, Section, section_of, show, walk
 
@@ -69,6 +69,9 @@ class ClusterSettings(Section):
             raise ValueError(
                 'Ray Client and URLs are not supported; write HOST:PORT of the head, or "local"'
             )
+        host, _, port = address.rpartition(":")
+        if address != "local" and not (host and port.isdecimal()):
+            raise ValueError('must be HOST:PORT of the head, such as 10.0.0.1:6379, or "local"')
         return address
 
 
@@ -77,7 +80,14 @@ class HeartbeatSettings(Section):
 
     redis_url: str = Field(
         default="local",
-        description='"local" = a redis-server of the job\'s own; else redis://[:PASSWORD@]HOST:PORT',
+        description='"local" = a redis-server of the job\'s own; else redis:// or rediss://HOST:PORT',
+    )
+    redis_password_file: str = Field(
+        default="",
+        description='holds the password if the URL does not; "" = EVERSTEP_REDIS_PASSWORD, if set',
+    )
+    redis_ca_file: str = Field(
+        default="", description='PEM file of whoever signs a rediss:// server; "" = the system\'s'
     )
     every_s: Seconds = Field(default=0.25, description="seconds between two heartbeats")
     lease_s: Seconds = Field(
@@ -87,9 +97,28 @@ class HeartbeatSettings(Section):
     @field_validator("redis_url")
     @classmethod
     def _known_scheme(cls, url: str) -> str:
-        if url != "local" and not url.startswith("redis://"):
-            raise ValueError('must be "local", or start with redis://')
+        if url != "local" and (fault := fault_of(url)):
+            raise ValueError(fault)
         return url
+
+    def relations(self) -> Iterator[Relation]:
+        """A file that nothing reads is a mistake, not a reserve."""
+        if self.redis_ca_file and not self.redis_url.startswith("rediss://"):
+            yield Relation(
+                keys=("redis_ca_file", "redis_url"),
+                message="only TLS has certificates; write rediss:// in redis_url, or leave the "
+                "file out",
+            )
+        if self.redis_password_file and masked(self.redis_url) != self.redis_url:
+            yield Relation(
+                keys=("redis_password_file", "redis_url"),
+                message="two passwords; take the one in redis_url out",
+            )
+        if self.redis_password_file and self.redis_url == "local":
+            yield Relation(
+                keys=("redis_password_file", "redis_url"),
+                message="the job's own redis-server makes its own password; leave the file out",
+            )
 
 
 class DeadlineSettings(Section):
@@ -157,6 +186,11 @@ class RecoverySettings(Section):
         ge=0,
         description="seconds a victim's error waits for the cause to show itself",
     )
+    orphan_after_s: float = Field(
+        default=3600.0,
+        ge=0,
+        description="seconds without any daemon until workers save and end; 0 = never",
+    )
 
 
 class ControlSettings(Section):
@@ -212,6 +246,12 @@ class Settings(Section):
                 keys=("heartbeats.lease_s", "deadlines.drain_s"),
                 message="silence must be noticed before a drain is given up: every_s < lease_s < "
                 f"drain_s; set drain_s above {lease_s:g}, or lower lease_s",
+            )
+        if 0 < self.recovery.orphan_after_s <= lease_s:
+            yield Relation(
+                keys=("recovery.orphan_after_s", "heartbeats.lease_s"),
+                message="a daemon that is started again needs a moment, and its workers must not "
+                f"end meanwhile; set orphan_after_s well above {lease_s:g}, or to 0",
             )
         if not last_call_s < drain_s:
             yield Relation(
@@ -270,7 +310,7 @@ def effective(settings: Settings, origins: Mapping[str, Origin]) -> dict[str, di
         value: Any = settings
         for part in key.split("."):
             value = getattr(value, part)
-        shown = _mask(value) if key == "heartbeats.redis_url" else value
+        shown = masked(value) if key == "heartbeats.redis_url" else value
         rows[key] = {"value": shown, "origin": origins.get(key, "default")}
     return rows
 
@@ -287,14 +327,6 @@ def describe(rows: Mapping[str, Mapping[str, Any]]) -> str:
         line = f"{name} = {show(row['value'])}"
         lines.append(f"{line:<40} # {row['origin']}")
     return "\n".join(lines)
-
-
-def _mask(url: str) -> str:
-    parts = urlsplit(url)
-    if parts.password is None:
-        return url
-    user, host = parts.username or "", parts.netloc.rpartition("@")[2]
-    return urlunsplit(parts._replace(netloc=f"{user}:***@{host}"))
 
 
 def template() -> str:

@@ -80,8 +80,11 @@ class Control:
             listener.close()
             raise DiskError(f"cannot listen on {self._path}: {error.strerror}") from error
 
-    async def close(self) -> None:
-        """Stop listening, hang up, and leave nothing behind. Harmless when done twice."""
+    async def close(self, *, leave: bool = False) -> None:
+        """Stop listening, hang up, and leave nothing behind. Harmless when done twice.
+
+        With `leave` the address is not removed: another daemon listens there by now.
+        """
         if self._server is None:
             return
         self._server.close()
@@ -89,6 +92,8 @@ class Control:
         for connection in tuple(self._connections):
             connection.cancel()
         await asyncio.gather(*self._connections, return_exceptions=True)
+        if leave:
+            return
         (self._run_dir / ADDRESS_FILE).unlink(missing_ok=True)
         self._path.unlink(missing_ok=True)
 

@@ -4,7 +4,8 @@ The contract, in this order, for every event:
 
 1. One event at a time goes to the machine, which is pure.
 2. The moves are appended to the journal and are on the disk. While they cannot be, nothing is
-   performed: the event waits, the operator is told, training goes on.
+   performed: the event waits, the operator is told, training goes on. A daemon whose epoch is
+   over writes nothing, performs nothing, and ends.
 3. One log line a move.
 4. The effects go to the performers, unordered.
 5. Every effect ends in an event, which comes back to 1. Nothing calls the machine sideways.
@@ -20,20 +21,24 @@ from typing import Any
 
 import structlog
 
-from supervisor.errors import DeveloperError, DiskError
+from supervisor.errors import DeveloperError, DiskError, EverstepError, JournalLost, Superseded
 from supervisor.fsm import effects as x
 from supervisor.fsm import events as e
 from supervisor.fsm.job import Job
 from supervisor.fsm.machine import JobMachine, Move, UnexpectedEvent, table_digest
 from supervisor.fsm.states import TERMINAL, State
-from supervisor.journal import SCHEMA, Journal
+from supervisor.history import Chronicle
+from supervisor.journal import ROLL_BYTES, SCHEMA, Journal, Record, last_segment
 from supervisor.performers import Performers
 from supervisor.timers import Timers
+from supervisor.unfinished import unfinished
 
 log = structlog.get_logger(__name__)
 
 JOURNAL_RETRY_S = 1.0
 STORY_LENGTH = 20
+ROLL_RETRY_S = 60.0
+_ENDED = ("", *(state.name for state in TERMINAL))
 
 
 class Clock:
@@ -54,7 +59,10 @@ class Clock:
 class Daemon:
     """One run of a job, from `job_started` to a terminal state.
 
-    `performers_of(daemon)` makes the performers, whose callbacks are methods of the daemon.
+    `performers_of(daemon)` makes the performers, whose callbacks are methods of the daemon. `fence`
+    raises Superseded once a newer daemon has the job. A journal of more than `roll_bytes` rolls
+    over in a quiet moment. With `renews` the run ends where workers would be started anew: others
+    settings count for them, and a run of its own.
     """
 
     def __init__(
@@ -65,6 +73,9 @@ class Daemon:
         clock: Clock,
         header: dict[str, Any],
         performers_of: Callable[["Daemon"], Performers],
+        fence: Callable[[], None] = lambda: None,
+        roll_bytes: int = ROLL_BYTES,
+        renews: bool = False,
     ) -> None:
         self.machine = JobMachine(job)
         self.journal = journal
@@ -73,13 +84,21 @@ class Daemon:
         self.timers = Timers(self._ring)
         self.performers = performers_of(self)
         self.last_move: Move | None = None
-        self.moves_of_run = [one for one in journal.records if one["kind"] == "move"]
+        self.chronicle = Chronicle.of(journal.records)
         self.journal_lost_since: float | None = None
+        self.superseded: EverstepError | None = None
+        """Why this daemon ends and leaves everything as it is."""
         self._inbox: deque[e.Event] = deque()
         self._awake = asyncio.Event()
         self._actions: list[dict[str, Any]] = []
         self._bug: BaseException | None = None
-        self._stops = 0
+        self.stops = 0
+        self._fence = fence
+        self._roll_bytes = roll_bytes
+        self._roll_again_at = 0.0
+        self._renews, self._is_renewed = renews, False
+        moves = [record for record in journal.records if record["kind"] == "move"]
+        self._trail: deque[Record] = deque(moves[-STORY_LENGTH:], STORY_LENGTH)
 
     @property
     def job(self) -> Job:
@@ -103,32 +122,59 @@ class Daemon:
         self._bug = self._bug or error
         self._awake.set()
 
+    def note_superseded(self, why: EverstepError) -> None:
+        """A newer daemon has the job, or none can act: this one ends and touches nothing."""
+        self.superseded = self.superseded or why
+        self._awake.set()
+
+    def look_at_epoch(self) -> None:
+        """Notice a newer daemon although nothing happens that would be written."""
+        try:
+            self._fence()
+        except Superseded as error:
+            self.note_superseded(error)
+
     def wake(self) -> None:
         """Something changed that may let the run end."""
         self._awake.set()
 
     def interrupt(self, number: int) -> None:
         """A signal: the first asks for a drain, the second for the end at once."""
-        self._stops += 1
-        log.warning("signal_received", signal=signal.Signals(number).name, times=self._stops)
-        self.post(e.StopRequested(at=self.clock(), by="signal", now=self._stops > 1))
+        self.stops += 1
+        log.warning("signal_received", signal=signal.Signals(number).name, times=self.stops)
+        self.post(e.StopRequested(at=self.clock(), by="signal", now=self.stops > 1))
+
+    def forget_rumours(self) -> None:
+        """Whatever workers of an earlier run have said before this one begins."""
+        self._inbox = deque(
+            event for event in self._inbox if not isinstance(event, e.GenerationEvent)
+        )
 
     def _ring(self, deadline: x.SetDeadline) -> None:
         self.post(e.DeadlinePassed(at=self.clock(), id=deadline.id, owner=deadline.owner))
 
     # The loop
 
-    async def run(self, *, after: str) -> int:
+    async def run(self, *, after: str) -> int | None:
         """Run the job to its end and return the exit status.
 
-        `after` says how the previous run ended. Raises DeveloperError with the story of a bug.
+        None where the run is over and the job is not: it goes on in another one. `after` says how
+        the previous run ended; where it did not, its recoveries are this one's too. Raises
+        DeveloperError with the story of a bug, or Superseded.
         """
-        self.moves_of_run = []
-        await self._commit([self.header, self._job_record()])
-        self.post(e.JobStarted(at=self.clock(), after=after))
+        job = self._job_record()
+        if after in _ENDED:
+            self.chronicle = Chronicle()
+        else:
+            job["told"] = self.chronicle.to_dict()
+        self._trail.clear()
+        await self._commit([self.header, job])
+        self._inbox.appendleft(e.JobStarted(at=self.clock(), after=after))
         return await self._loop()
 
-    async def go_on(self, restarted: e.SupervisorRestarted, pending: Sequence[x.Effect]) -> int:
+    async def go_on(
+        self, restarted: e.SupervisorRestarted, pending: Sequence[x.Effect]
+    ) -> int | None:
         """Go on where a daemon vanished, in its segment; see `run`.
 
         `pending` is what it had ordered and not seen done.
@@ -138,8 +184,14 @@ class Daemon:
             self.performers.launch(effect)
         return await self._loop()
 
-    async def _loop(self) -> int:
+    async def _loop(self) -> int | None:
+        self.journal.records = []  # they have been read, and may be many
         while self._bug is None:
+            if self.superseded is not None:
+                raise self.superseded
+            if self._is_renewed:
+                await self._write_actions()
+                return None
             if self._inbox:
                 await self._take(_merged(self._inbox))
             elif self._actions:
@@ -162,13 +214,20 @@ class Daemon:
         if self.job.state is State.RUNNING and before.state is not State.RUNNING:
             records.append(self._job_record())
         await self._commit(records)
-        self.moves_of_run += [record for record in records if record["kind"] == "move"]
+        for record in records:
+            if record["kind"] == "move":
+                self.chronicle.take(record)
+                self._trail.append(record)
         self.timers.end_owners(self.job.owner)
         for move in moves:
             self.last_move = move
             _tell(move, self.job)
+            if self._renews and move.target is State.RESTORING is not move.source:
+                self._is_renewed = True  # what is ordered here is for the next run to do
+                break
             for effect in move.effects:
                 self.performers.launch(effect)
+        self._roll_over()
         # Performers begin before the next event is taken, not after a busy inbox.
         await asyncio.sleep(0)
 
@@ -176,6 +235,9 @@ class Daemon:
         """Return when the disk has the records; until then nothing else happens here."""
         actions, self._actions = self._actions, []
         while True:
+            self.look_at_epoch()
+            if self.superseded is not None:
+                raise self.superseded
             try:
                 self.journal.append([*actions, *records])
                 break
@@ -183,6 +245,14 @@ class Daemon:
                 if self.journal_lost_since is None:
                     self.journal_lost_since = self.clock()
                     log.error("journal_lost", why=str(error), consequence="no order is given")
+                if self._stops > 1:
+                    self.note_superseded(
+                        JournalLost(
+                            f"{error}; so nothing can be stopped in order: the daemon ends, the "
+                            "workers go on, and the same command goes on with them"
+                        )
+                    )
+                    continue
                 await asyncio.sleep(JOURNAL_RETRY_S)
         if self.journal_lost_since is not None:
             log.warning("journal_recovered", lost_s=round(self.clock() - self.journal_lost_since))
@@ -190,11 +260,35 @@ class Daemon:
 
     async def _write_actions(self) -> None:
         """Actions are no decisions: they may wait for the next line that must be on the disk."""
+        self.look_at_epoch()
+        if self.superseded is not None:
+            return
         actions, self._actions = self._actions, []
         try:
             self.journal.append(actions, durable=False)
         except DiskError as error:
             log.warning("action_not_recorded", why=str(error))
+
+    def _roll_over(self) -> None:
+        """A long journal goes on in a new file, which begins with all that its next reader needs.
+
+        What was ordered and not yet done goes along, as do the recoveries so far.
+        """
+        quiet = self.job.state is State.RUNNING and not self._inbox
+        limit = self._roll_bytes if quiet else 4 * self._roll_bytes
+        if self.journal.size < limit or self.clock() < self._roll_again_at:
+            return
+        try:
+            segment = last_segment(self.journal.path)
+            own = {key: segment[0][key] for key in segment[0] if key not in ("seq", "epoch")}
+            pending = [effect.to_dict() for effect in unfinished(segment, self.job)]
+            job = {**self._job_record(), "pending": pending, "told": self.chronicle.to_dict()}
+            self.journal.roll({**own, "at": self.clock()}, job)
+        except DiskError as error:
+            self._roll_again_at = self.clock() + ROLL_RETRY_S
+            log.error("journal_not_rolled_over", why=str(error), retry_s=ROLL_RETRY_S)
+        else:
+            log.info("journal_rolled_over", part=self.journal.part)
 
     def _job_record(self) -> dict[str, Any]:
         return {"kind": "job", "job": self.job.to_dict()}
@@ -203,7 +297,7 @@ class Daemon:
         """The bug, what led to it, and where it came from: fit to be reported as it is."""
         trail = [
             f"  {move['event']['event']}: {move['source']} → {move['target']}"
-            for move in self.moves_of_run[-STORY_LENGTH:]
+            for move in self._trail
         ]
         where = "".join(traceback.format_exception(bug)).strip()
         story = "\n".join(["a bug of everstep; the last moves were:", *trail, where])

@@ -237,6 +237,11 @@ def _trouble(snapshot: Snapshot) -> Text | None:
     if snapshot.get("heartbeat_store_lost_since"):
         since = clock(snapshot["heartbeat_store_lost_since"])
         parts.append(f"no heartbeat can be read since {since}: hangs are not noticed")
+    for row in (snapshot.get("disk") or ())[:2]:
+        where = f"{row.get('what')} of rank {row.get('rank')}"
+        parts.append(f"no {where} on the disk since {clock(row.get('since'))}: {row.get('why')}")
+    if keys := snapshot.get("settings_changed"):
+        parts.append(f"changed, and counting when workers start anew: {', '.join(keys)}")
     if snapshot.get("retry_in_s"):
         parts.append(f"the next retry is in {snapshot['retry_in_s']:.0f} s")
     return Text("; ".join(parts), style="yellow") if parts else None

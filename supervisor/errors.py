@@ -32,6 +32,10 @@ class AlreadyRunning(OperatorError):
     exit_status = 73
 
 
+class Superseded(AlreadyRunning):
+    """The epoch of this daemon is over: a newer one runs the job; the text names it."""
+
+
 class HostError(EverstepError):
     """The machine, its disk or the cluster must be mended first; trying again changes nothing."""
 
@@ -40,6 +44,12 @@ class HostError(EverstepError):
 
 class DiskError(HostError):
     """A file of the run cannot be read or written."""
+
+
+class JournalLost(DiskError):
+    """Told to end while nothing can be written, so that it ends and leaves the workers alone."""
+
+    exit_status = 75
 
 
 class ClusterUnusable(HostError):

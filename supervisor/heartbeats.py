@@ -26,7 +26,7 @@ from supervisor.monitor import (
     RankView,
     Suspicion,
 )
-from trainer.heartbeat import BeatMessage, HeartbeatError, beat_key, canary_key
+from trainer.heartbeat import BeatMessage, HeartbeatError, StoreAddress, beat_key, canary_key
 
 __all__ = [
     "DeadlineSettings",
@@ -74,22 +74,27 @@ class HeartbeatStore(Protocol):
 class RedisStore:
     """Heartbeats in Redis. Every call ends within about a second, with `StoreUnavailable` if not.
 
-    `url` is redis://[:PASSWORD@]HOST:PORT; it is never shown. redis-py retries for
-    a minute by default; here nothing is retried: the next poll is the retry.
+    Its address is never shown. redis-py retries for a minute by default; here nothing is retried:
+    the next poll is the retry.
     """
 
-    def __init__(self, *, job: str, url: str, timeout_s: float = STORE_TIMEOUT_S) -> None:
+    def __init__(
+        self, *, job: str, address: StoreAddress, timeout_s: float = STORE_TIMEOUT_S
+    ) -> None:
         self._canary = canary_key(job)
         self._canaries = 0
         self._timeout_s = timeout_s
-        self._client: redis.asyncio.Redis = redis.asyncio.Redis.from_url(
-            url,
-            socket_timeout=timeout_s,
-            socket_connect_timeout=timeout_s,
-            retry=Retry(NoBackoff(), 0),
-            decode_responses=True,
-            max_connections=2,
-        )
+        self._client = self._connect(address)
+
+    def _connect(self, address: StoreAddress) -> redis.asyncio.Redis:
+        options = address.options(self._timeout_s)
+        return redis.asyncio.Redis(**options, retry=Retry(NoBackoff(), 0), max_connections=2)
+
+    async def move(self, address: StoreAddress) -> None:
+        """From now on the store is elsewhere."""
+        former, self._client = self._client, self._connect(address)
+        with suppress(RedisError, OSError, TimeoutError):
+            await former.aclose()
 
     async def poll(self, keys: Sequence[str]) -> list[str | None]:
         """Write the canary and read all keys in one round trip; None where there is none."""

@@ -1,13 +1,14 @@
 """What a run amounts to: recoveries with their split, and goodput. It only reads."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from supervisor.journal import Record
 
 METRICS_FILE = "metrics.jsonl"
+ROWS_KEPT = 1000  # recoveries of one run
 
 # Each stage of a recovery ends with the first of its events after the failure.
 _STAGES = (
@@ -21,25 +22,55 @@ _STAGES = (
 )
 
 
-def recoveries(records: Iterable[Record]) -> list[dict[str, Any]]:
-    """A row per incident of these records: who, why, and where the seconds went.
+class Chronicle:
+    """What a run amounts to so far, told move by move, so that no move need be kept."""
 
-    `total_s` runs from the failure to the end of the first new step; it is None, like the stages
-    that were not reached, while the job has not recovered.
-    """
-    rows: list[dict[str, Any]] = []
-    for record in records:
+    def __init__(self, told: Mapping[str, Any] | None = None) -> None:
+        """`told` is what another one answered to `to_dict`."""
+        self._rows: list[dict[str, Any]] = [dict(row) for row in (told or {}).get("rows", ())]
+        self.traceback: str | None = (told or {}).get("traceback")
+
+    @classmethod
+    def of(cls, records: Iterable[Record]) -> Self:
+        """Of one segment of a journal, which may begin where that rolled over."""
+        chronicle = cls()
+        for record in records:
+            chronicle.take(record)
+        return chronicle
+
+    def take(self, record: Record) -> None:
+        """One line of the journal."""
+        if record["kind"] == "job" and "told" in record:
+            before = Chronicle(record["told"])
+            self._rows, self.traceback = before._rows, before.traceback
         if record["kind"] != "move":
-            continue
+            return
         event, name = record["event"], record["event"]["event"]
+        error = event.get("error")
+        if isinstance(error, dict) and event.get("primary", True):
+            self.traceback = error.get("traceback") or self.traceback
         opened = record["target"] == "DRAINING" and record["source"] != "DRAINING"
         if opened and name not in ("training_completed", "stop_requested"):
-            rows.append(_row(event))
-        elif rows and rows[-1]["total_s"] is None:
-            _advance(rows[-1], event)
-    for row in rows:
-        del row["_at"]
-    return rows
+            self._rows = [*self._rows, _row(event)][-ROWS_KEPT:]
+        elif self._rows and self._rows[-1]["total_s"] is None:
+            _advance(self._rows[-1], event)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready, for a journal that rolls over."""
+        return {"rows": [dict(row) for row in self._rows], "traceback": self.traceback}
+
+    def recoveries(self) -> list[dict[str, Any]]:
+        """A row an incident: who, why, and where the seconds went.
+
+        `total_s` runs from the failure to the end of the first new step; it is None, like the
+        stages that were not reached, while the job has not recovered.
+        """
+        return [{key: row[key] for key in row if key != "_at"} for row in self._rows]
+
+
+def recoveries(records: Iterable[Record]) -> list[dict[str, Any]]:
+    """The recoveries of these records; see `Chronicle.recoveries`."""
+    return Chronicle.of(records).recoveries()
 
 
 def _row(event: dict[str, Any]) -> dict[str, Any]:
@@ -67,17 +98,6 @@ def _advance(row: dict[str, Any], event: dict[str, Any]) -> None:
     if event["event"] == "first_step_taken":
         row["resumed_step"] = event["step"]
         row["total_s"] = round(event["at"] - row["at"], 4)
-
-
-def last_traceback(records: Iterable[Record]) -> str | None:
-    """The user's lines of the last error that was nobody else's fault; None if there was none."""
-    found = None
-    for record in records:
-        event = record.get("event") or {}
-        error = event.get("error")
-        if record["kind"] == "move" and isinstance(error, dict) and event.get("primary", True):
-            found = error.get("traceback") or found
-    return found
 
 
 def step_rows(run_dir: Path) -> dict[int, dict[str, Any]]:

@@ -73,6 +73,8 @@ def latest(run_dir: Path) -> dict[str, Any] | None:
             summary = json.loads(file.read(SUMMARY_BYTES_MAX + 1))
     except FileNotFoundError:
         return {**about, "error": "no summary was written yet"}
+    except OSError as error:
+        return {**about, "error": f"incident.json cannot be read: {error.strerror}"}
     except ValueError as error:
         return {**about, "error": f"incident.json is damaged: {error}"}
     return {**summary, **about} if isinstance(summary, dict) else {**about, "error": "damaged"}

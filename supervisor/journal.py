@@ -1,11 +1,14 @@
 """The journal: every decision as one line on disk, before anything acts on it.
 
-A line is JSON with a sequence number, the daemon's epoch, a kind and a checksum. The journal does
-not decide and does not act; it can be read by anything that reads JSON lines.
+A line is JSON with a sequence number, the daemon's epoch, a kind and a checksum. A long journal
+rolls over: the file becomes journal.N.jsonl, and a new one begins with all that the next daemon
+needs. Nothing is decided here; it can be read by anything that reads JSON lines.
 """
 
+import io
 import json
 import os
+import re
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -16,12 +19,24 @@ from supervisor.errors import DiskError
 JOURNAL_FILE = "journal.jsonl"
 SCHEMA = 1
 KINDS = ("header", "move", "action", "job")
+ROLL_BYTES = 8 << 20  # some ten thousand lines
+ARCHIVES_KEPT = 8
 
 Record = dict[str, Any]
 
 
+_NEWER = "use the version of everstep that wrote it"
+_MEND = (
+    "put an intact copy in its place, or move it away: the job then goes on from its newest "
+    "checkpoint, with a journal of its own"
+)
+
+
 class JournalDamaged(DiskError):
-    """A line that is not what was written; the text names file, line and what is wrong."""
+    """A line that is not what was written; the text names file, line, what is wrong, what to do."""
+
+    def __init__(self, path: Path, line: int, wrong: str, remedy: str = _MEND) -> None:
+        super().__init__(f"{path}, line {line}: {wrong}; nothing was done with it: {remedy}")
 
 
 def encode(record: Record) -> bytes:
@@ -67,13 +82,48 @@ def read_journal(path: Path) -> Iterator[Record]:
         raise DiskError(f"{path} cannot be read: {error.strerror}") from error
 
 
+def read_history(path: Path, *, after: int = 0) -> Iterator[Record]:
+    """What `read_journal` reads, and before it what has rolled over and is still kept.
+
+    `after` leaves out what has a sequence number up to it. Raises what `read_journal` raises.
+    """
+    records = read_journal(path)
+    first = next(records, None)
+    if first is None:
+        return
+    if first["seq"] > after + 1:
+        for number, archive in archives(path):
+            # One that a roll-over left when it died has the number of the file that still counts.
+            if number < first.get("part", 1):
+                yield from (record for record in read_journal(archive) if record["seq"] > after)
+    for record in (first, *records):
+        if record["seq"] > after:
+            yield record
+
+
+def last_segment(path: Path) -> list[Record]:
+    """The records of the last run, its header first; empty where there is none."""
+    segment: list[Record] = []
+    for record in read_journal(path):
+        if record["kind"] == "header":
+            segment = []
+        segment.append(record)
+    return segment
+
+
+def archives(path: Path) -> list[tuple[int, Path]]:
+    """The files that rolled over, with their numbers, the oldest first."""
+    name = re.compile(rf"{re.escape(path.stem)}\.([1-9]\d*){re.escape(path.suffix)}")
+    found = ((name.fullmatch(one.name), one) for one in path.parent.iterdir())
+    return sorted((int(match[1]), one) for match, one in found if match)
+
+
 def _check_schema(path: Path, number: int, record: Record) -> None:
     if number == 1 and record["kind"] != "header":
-        raise JournalDamaged(f"{path}, line 1: a journal begins with a header")
+        raise JournalDamaged(path, 1, "a journal begins with a header")
     if record["kind"] == "header" and record.get("schema") != SCHEMA:
-        raise JournalDamaged(
-            f"{path}, line {number}: schema {record.get('schema')!r}; this version reads {SCHEMA}"
-        )
+        wrong = f"schema {record.get('schema')!r}; this version reads {SCHEMA}"
+        raise JournalDamaged(path, number, wrong, _NEWER)
 
 
 def _scan(path: Path, lines: Iterable[bytes]) -> Iterator[tuple[int, Record, int]]:
@@ -82,30 +132,30 @@ def _scan(path: Path, lines: Iterable[bytes]) -> Iterator[tuple[int, Record, int
     torn: str | None = None
     for number, line in enumerate(lines, start=1):
         if torn is not None:
-            raise JournalDamaged(f"{path}, line {number - 1}: {torn}")
+            raise JournalDamaged(path, number - 1, torn)
         try:
             record = decode(line)
         except ValueError as error:
             torn = str(error)
             if line.endswith(b"\n"):
                 # Whole lines are written at once, so this is no torn tail.
-                raise JournalDamaged(f"{path}, line {number}: {torn}") from None
+                raise JournalDamaged(path, number, torn) from None
             continue
         if not line.endswith(b"\n"):
             return
         if expected is not None and record.get("seq") != expected:
-            raise JournalDamaged(
-                f"{path}, line {number}: sequence number {record.get('seq')!r}, not {expected}"
-            )
+            wrong = f"sequence number {record.get('seq')!r}, not {expected}"
+            raise JournalDamaged(path, number, wrong)
         expected = record["seq"] + 1
         offset += len(line)
         yield number, record, offset
 
 
 class Journal:
-    """The daemon's hand on the journal. Opening truncates a torn last line and says so.
+    """The daemon's hand on the journal. Opening leaves out a torn last line, and says so.
 
-    `truncated` is the number of bytes that were cut off. Raises DiskError or JournalDamaged.
+    `truncated` is the number of bytes that were left out, `records` the last segment, `part` the
+    number that the file will have when it rolls over. Raises DiskError or JournalDamaged.
     """
 
     def __init__(self, path: Path, *, epoch: int) -> None:
@@ -113,29 +163,60 @@ class Journal:
         self.epoch = epoch
         self.records: list[Record] = []
         self.truncated = 0
+        self.part = 1
         self._seq = 0
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+            text = self._recover(path.read_bytes() if path.exists() else b"")
+            # A file of our own under the old name: should the daemon before us live on somewhere,
+            # what it writes goes to a file that nobody reads.
+            self._descriptor = _write_file(path, text)
         except OSError as error:
             raise DiskError(f"{path} cannot be opened: {error.strerror}") from error
-        self._end = self._recover()
+        self._end = len(text)
 
-    def _recover(self) -> int:
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return self._end
+
+    def _recover(self, text: bytes) -> bytes:
         end = 0
-        with self.path.open("rb") as file:
-            for number, record, offset in _scan(self.path, file):
-                _check_schema(self.path, number, record)
-                # Of earlier runs only the last segment can matter.
-                if record["kind"] == "header":
-                    self.records = []
-                self.records.append(record)
-                self._seq, end = record["seq"], offset
-        size = os.fstat(self._descriptor).st_size
-        if size > end:
-            self.truncated = size - end
-            os.ftruncate(self._descriptor, end)
-        return end
+        for number, record, offset in _scan(self.path, io.BytesIO(text)):
+            _check_schema(self.path, number, record)
+            if number == 1:
+                self.part = record.get("part", 1)
+            # Of earlier runs only the last segment can matter.
+            if record["kind"] == "header":
+                self.records = []
+            self.records.append(record)
+            self._seq, end = record["seq"], offset
+        self.truncated = len(text) - end
+        return text[:end]
+
+    def roll(self, header: Record, job: Record) -> None:
+        """Begin a new file with these two records; the old one stays as journal.N.jsonl.
+
+        May die after any step. Raises DiskError with everything as it was.
+        """
+        following = {**header, "part": self.part + 1}
+        records = [following, job]
+        block = b"".join(
+            encode({"seq": self._seq + number, "epoch": self.epoch, **record})
+            for number, record in enumerate(records, start=1)
+        )
+        try:
+            whole = os.pread(self._descriptor, self._end, 0)
+            os.close(_write_file(_archive(self.path, self.part), whole))
+            descriptor = _write_file(self.path, block)
+        except OSError as error:
+            raise DiskError(f"{self.path} cannot roll over: {error.strerror}") from error
+        os.close(self._descriptor)
+        self._descriptor, self._end = descriptor, len(block)
+        self._seq, self.part = self._seq + len(records), self.part + 1
+        for number, old in archives(self.path):
+            if number < self.part - ARCHIVES_KEPT:
+                old.unlink(missing_ok=True)
 
     def append(self, records: Iterable[Record], *, durable: bool = True) -> None:
         """Write the records as one block; with `durable`, return only when the disk has them.
@@ -169,3 +250,32 @@ class Journal:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
+
+
+def _archive(path: Path, number: int) -> Path:
+    return path.with_name(f"{path.stem}.{number}{path.suffix}")
+
+
+def _write_file(path: Path, text: bytes) -> int:
+    """A file that is there whole or not at all, by a rename; its descriptor."""
+    temporary = path.with_name(f"{path.name}.new")
+    descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+    try:
+        if os.pwrite(descriptor, text, 0) != len(text):
+            raise OSError(28, "the disk is full")
+        os.fsync(descriptor)
+        temporary.replace(path)
+        _sync_directory(path.parent)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _sync_directory(path: Path) -> None:
+    """The rename itself is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,21 +1,28 @@
 """What an earlier run leaves behind in the journal, read without the table that wrote it."""
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
+from supervisor import incidents, restore_points
 from supervisor.journal import Record
+
+_TRAIN = ("StartWorkers", "RestoreWorkers", "PromoteStandby")
+UNKNOWN = "UNKNOWN"  # the state that a run without a journal has left
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Past:
     """The last segment of a journal: how it ended, and the numbers that only grow.
 
-    `state` is empty if no daemon has run here. `verified` are (generation, step) of the newest
-    checkpoints that were read back and agreed.
+    `state` is empty if no daemon has run here. `active` is the generation that was told to train.
+    `verified` are (generation, step) of the newest checkpoints that were read back and agreed.
     """
 
     state: str = ""
     generation: int = 0
+    active: int = 0
     placement: int = 0
     incidents: int = 0
     committed_step: int = -1
@@ -24,13 +31,13 @@ class Past:
 
 def past_of(records: Iterable[Record]) -> Past:
     """Read the records of one segment, in order."""
-    state, committed_step = "", -1
+    state, active, committed_step = "", 0, -1
     verified: dict[tuple[int, int], None] = {}
     numbers = {"generation": 0, "placement": 0, "incident": 0}
     for record in records:
         if record["kind"] == "job":
             job = record["job"]
-            state, committed_step = job["state"], job["committed_step"]
+            state, active, committed_step = job["state"], job["active"], job["committed_step"]
             numbers["generation"] = max(numbers["generation"], job["generation"])
             numbers["placement"] = max(numbers["placement"], job["placement"])
             numbers["incident"] = max(numbers["incident"], job["incidents"])
@@ -41,6 +48,8 @@ def past_of(records: Iterable[Record]) -> Past:
             for named in (event, *record["effects"]):
                 for key in numbers:
                     numbers[key] = max(numbers[key], int(named.get(key) or 0))
+                if named.get("effect") in _TRAIN:
+                    active = int(named["generation"])
             if event["event"] == "checkpoint_committed":
                 committed_step = max(committed_step, event["step"])
                 verified[(event["generation"], event["step"])] = None
@@ -49,8 +58,33 @@ def past_of(records: Iterable[Record]) -> Past:
     return Past(
         state=state,
         generation=numbers["generation"],
+        active=active,
         placement=numbers["placement"],
         incidents=numbers["incident"],
         committed_step=committed_step,
         verified=tuple(verified)[-16:],
+    )
+
+
+def past_on_disk(run_dir: Path) -> Past:
+    """What the other files tell where there is no journal: no number is used twice, nothing lost.
+
+    Its `state` is empty where nothing has run, else UNKNOWN. Raises OSError.
+    """
+    names = (
+        re.fullmatch(r"generation-(\d+)", one.name)
+        for below in ("checkpoints", "logs")
+        if (run_dir / below).is_dir()
+        for one in (run_dir / below).iterdir()
+    )
+    generation = max((int(name[1]) for name in names if name), default=0)
+    if generation == 0:
+        return Past()
+    points = restore_points.find(run_dir, None)
+    incident = incidents.latest(run_dir)
+    return Past(
+        state=UNKNOWN,
+        generation=generation,
+        incidents=incident["number"] if incident else 0,
+        committed_step=points[0].step if points else -1,
     )

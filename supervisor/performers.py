@@ -10,7 +10,15 @@ from typing import Any, Protocol
 
 import structlog
 
-from supervisor.cluster import Cluster, ClusterError, Exit, PlacementTimedOut, StartFailed
+from supervisor.cluster import (
+    Cluster,
+    ClusterError,
+    Exit,
+    PlacementTimedOut,
+    Slot,
+    SlotsSetAside,
+    StartFailed,
+)
 from supervisor.errors import EverstepError
 from supervisor.fsm import effects as x
 from supervisor.fsm import events as e
@@ -96,7 +104,7 @@ class Performers:
     `on_outcome` gets the events, `on_action` a record for the journal each time a task ends,
     `on_bug` an exception that nobody foresaw; `on_change` is called when one has ended, and
     `on_connected` each time the cluster is reached. `spec_of(effect, rank)` makes what a worker is
-    told.
+    told. `fence` raises Superseded once a newer daemon has the job: then nothing is begun.
     """
 
     def __init__(
@@ -120,6 +128,7 @@ class Performers:
         on_bug: Callable[[BaseException], None],
         on_change: Callable[[], None],
         on_connected: Callable[[], None] = lambda: None,
+        fence: Callable[[], None] = lambda: None,
     ) -> None:
         self.workers, self.drain_s, self.job = workers, drain_s, job
         self.placement_timeout_s, self.capacity_wait_s = placement_timeout_s, capacity_wait_s
@@ -128,6 +137,7 @@ class Performers:
         self.spec_of, self.result_of = spec_of, result_of
         self.on_outcome, self.on_action, self.on_bug = on_outcome, on_action, on_bug
         self.on_change, self.on_connected = on_change, on_connected
+        self.fence = fence
         self.rosters: dict[int, Roster] = {}
         self.pids: dict[int, dict[int, int]] = {}
         self.nodes: dict[int, str] = {}
@@ -217,12 +227,15 @@ class Performers:
             action["generation"] = generation
         outcome: e.Event | None = None
         try:
+            self.fence()
             outcome = await self._perform(effect)
         except asyncio.CancelledError:
             action["outcome"] = "called_off"
         except (OSError, EverstepError, ClusterError, StoreUnavailable) as error:
             text = str(error) or repr(error)
             action |= {"outcome": "failed", "error": text}
+            # At the end of a run no event of it is heard any more: a person has to be told here.
+            log.error("action_failed", action=action["action"], why=text)
             outcome = e.HousekeepingFailed(at=self.clock(), action=action["action"], error=text)
         except Exception as error:
             self.on_bug(error)
@@ -323,19 +336,33 @@ class Performers:
         why = "the journal records a committed checkpoint, and none that can be loaded is left"
         return e.RestorePointsExhausted(**common, why=why)
 
+    async def _place_where_it_fits(
+        self, effect: x.PlaceSlots
+    ) -> tuple[Slot, ...] | e.CapacityMissing:
+        """Each try that fails by what is left on a node takes that node out of the count."""
+        is_told = False
+        while True:
+            while why := await self.cluster.shortage():
+                missing = e.CapacityMissing(at=self.clock(), generation=effect.generation, why=why)
+                if self.capacity_wait_s <= 0:
+                    return missing
+                if not is_told:
+                    self.on_outcome(missing)
+                    is_told = True
+                await asyncio.sleep(CAPACITY_POLL_S)
+            try:
+                return await self.cluster.place(effect.placement, self.placement_timeout_s)
+            except SlotsSetAside as error:
+                log.warning("node_set_aside", why=str(error))
+
     async def _place_slots(self, effect: x.PlaceSlots) -> e.Event | None:
         generation = effect.generation
         began = self.clock()
         try:
             await self.reach_cluster()
-            if why := await self.cluster.shortage():
-                missing = e.CapacityMissing(at=self.clock(), generation=generation, why=why)
-                if self.capacity_wait_s <= 0:
-                    return missing
-                self.on_outcome(missing)
-                while await self.cluster.shortage():
-                    await asyncio.sleep(CAPACITY_POLL_S)
-            slots = await self.cluster.place(effect.placement, self.placement_timeout_s)
+            slots = await self._place_where_it_fits(effect)
+            if isinstance(slots, e.CapacityMissing):
+                return slots
         except PlacementTimedOut as error:
             waited_s = round(self.clock() - began, 1)
             return e.PlacementTimedOut(
@@ -435,6 +462,16 @@ class Performers:
                 at=self.clock(), generation=generation, ranks=ranks, error=str(error)
             )
         return None
+
+    async def save_stray(self, generation: int) -> e.Event:
+        """Have adopted workers of another run of the machine save and stop, if they still can."""
+        self.rosters[generation] = Roster(
+            generation=generation, world_size=self.workers, restoring=True
+        )
+        try:
+            return await self._save_workers(x.SaveWorkers(generation=generation))
+        finally:
+            del self.rosters[generation]
 
     async def _save_workers(self, effect: x.SaveWorkers) -> e.Event:
         """Agree on a last step: rank 0 names it and waits until all the others know."""

@@ -6,6 +6,7 @@ Every call blocks, and belongs in a thread; Ray is imported by the first of them
 import hashlib
 import logging
 import os
+import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import Any
 from trainer.worker import GROUPS, ResilientWorker
 
 NAMESPACE = "everstep"
+_NODE_ID_LABEL = "ray.io/node-id"  # which Ray gives to every node
 _PAUSE_S = 0.02
 
 
@@ -87,6 +89,22 @@ def nodes() -> list[Node]:
     ]
 
 
+def addresses_elsewhere(living: Sequence[Node]) -> list[str]:
+    """The addresses of nodes that are not on this machine."""
+    return sorted({node.address for node in living if not _is_local(node.address)})
+
+
+def _is_local(address: str) -> bool:
+    """Whether a socket could be bound to it: the kernel knows all of this machine's addresses."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError:
+            return False
+    return True
+
+
 def shortage(
     bundle: Mapping[str, float], workers: int, placement: str, living: Sequence[Node]
 ) -> str | None:
@@ -118,16 +136,27 @@ def rank_order(at: Sequence[str], devices: Sequence[Sequence[str]]) -> list[int]
     return sorted(range(len(at)), key=keys.__getitem__)
 
 
-def create_group(name: str, bundle: Mapping[str, float], workers: int, placement: str) -> Any:
-    """Ask for a detached placement group of `workers` equal bundles; it need not be there yet."""
+def create_group(
+    name: str,
+    bundle: Mapping[str, float],
+    workers: int,
+    placement: str,
+    avoid: Sequence[str] = (),
+) -> Any:
+    """Ask for a detached placement group of `workers` equal bundles; it need not be there yet.
+
+    No bundle comes to lie on a node of `avoid` (ids).
+    """
     _connected()
     from ray.util import placement_group
 
+    selector = {_NODE_ID_LABEL: f"!in({','.join(avoid)})"}
     return placement_group(
         [dict(bundle) for _ in range(workers)],
         strategy=placement.upper(),
         name=name,
         lifetime="detached",
+        bundle_label_selector=[selector] * workers if avoid else None,
     )
 
 

@@ -9,6 +9,7 @@ JOURNAL_FILE = "journal.jsonl"
 METRICS_FILE = "metrics.jsonl"
 RESULT_FILE = "result.json"
 _TAIL = 64 * 1024  # bytes
+_OF_AN_INCIDENT = ("number", "event", "cause", "ranks", "victims", "story")
 
 
 def recorded_status(run_dir: Path) -> dict[str, Any] | None:
@@ -16,7 +17,7 @@ def recorded_status(run_dir: Path) -> dict[str, Any] | None:
 
     `supervisor` is None: nobody runs the job. Returns None when there has been no run.
     """
-    segment = _last_segment(run_dir)
+    segment = _segment(run_dir)
     result = read_result(run_dir) or {}
     if not segment and not result:
         return None
@@ -39,7 +40,7 @@ def recorded_status(run_dir: Path) -> dict[str, Any] | None:
         "restore_point": past["restore_point"],
         "budgets": {},
         "supervisor": None,
-        "incident": None,
+        "incident": _incident(run_dir),
         "loss": metrics.get("loss", result.get("loss")),
         "held_out_loss": metrics.get("held_out_loss", result.get("held_out_loss")),
         "reason": result.get("reason"),
@@ -77,19 +78,28 @@ def last_metrics(run_dir: Path) -> dict[str, Any] | None:
     return None
 
 
-def _last_segment(run_dir: Path) -> list[dict[str, Any]]:
+def _segment(run_dir: Path) -> list[dict[str, Any]]:
     """The records of the last run, its header first; empty when there is no journal."""
     path = run_dir / JOURNAL_FILE
     if not path.exists():
         return []
-    from supervisor.journal import read_journal  # only here: it is not needed to answer no
+    from supervisor.journal import last_segment  # only here: it is not needed to answer no
 
-    segment: list[dict[str, Any]] = []
-    for record in read_journal(path):
-        if record["kind"] == "header":
-            segment = []
-        segment.append(record)
-    return segment
+    return last_segment(path)
+
+
+def _incident(run_dir: Path) -> dict[str, Any] | None:
+    """The latest incident, as the daemon would tell of it; `error` where its file is damaged."""
+    from supervisor.incidents import latest
+
+    found = latest(run_dir)
+    if found is None:
+        return None
+    told = {key: found.get(key) for key in _OF_AN_INCIDENT}
+    told["at"] = found.get("opened_at")
+    if "error" in found and "event" not in found:
+        told["story"] = found["error"]
+    return told
 
 
 def _past(segment: list[dict[str, Any]]) -> dict[str, Any]:

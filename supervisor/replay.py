@@ -9,7 +9,7 @@ from typing import Any
 from supervisor.fsm.events import Event, UnreadableEvent
 from supervisor.fsm.job import Job
 from supervisor.fsm.machine import JobMachine, UnexpectedEvent, table_digest
-from supervisor.journal import Record, read_journal
+from supervisor.journal import Record, read_history
 
 MOVE_KEYS = ("event", "source", "target", "effects", "why", "raised")
 
@@ -30,8 +30,11 @@ class _Diverged(Exception):
 
 
 def replay_file(path: Path) -> Report:
-    """Replay a journal or a trace. Raises DiskError or JournalDamaged if it cannot be read."""
-    return replay(read_journal(path))
+    """Replay a journal, with what has rolled over, or a trace.
+
+    Raises DiskError or JournalDamaged if it cannot be read.
+    """
+    return replay(read_history(path))
 
 
 def replay(records: Iterable[Record]) -> Report:
@@ -72,6 +75,7 @@ class _Replayer:
         self.notes: list[str] = []
         self._due: list[dict[str, Any]] = []
         self._fresh = False
+        self._part = 0
 
     def take(self, record: Record) -> None:
         """One line of the journal."""
@@ -90,6 +94,9 @@ class _Replayer:
 
     def _begin(self, record: Record) -> None:
         self.end()
+        before, self._part = self._part, record.get("part", self._part or 1)
+        if "part" in record and before == self._part - 1:
+            return  # the same run goes on in another file: its job must be the one we have
         self.segments += 1
         self._fresh = True
         if record["table"] != table_digest():

@@ -1,7 +1,7 @@
 """What `status` answers and the display shows: a picture of a run, made of what is known now."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from supervisor.daemon import Daemon
@@ -19,7 +19,9 @@ def snapshot(
     epoch: int,
     started_at: float,
     beats: Mapping[tuple[int, int], BeatMessage],
+    changed: Sequence[str],
     drills: bool,
+    disk: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
     """The fields of `status --json` (see the README), each None or empty if unknown."""
     job, now = daemon.job, daemon.clock()
@@ -48,6 +50,8 @@ def snapshot(
         "purpose": job.purpose or None,
         "heartbeat_store_lost_since": job.blind_since,
         "journal_lost_since": daemon.journal_lost_since,
+        "settings_changed": list(changed),
+        "disk": list(disk),
         "loss": first.loss if first else job.result.get("loss"),
         "held_out_loss": first.held_out_loss if first else job.result.get("held_out_loss"),
         "unigram_entropy": ready.get("unigram_entropy"),

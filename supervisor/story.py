@@ -12,6 +12,8 @@ _LONGEST = 160  # characters of one detail
 def tell(record: Mapping[str, Any]) -> str | None:
     """The line for a record of the journal, or None for those that are no decision."""
     kind = record.get("kind")
+    if kind == "header" and record.get("part", 1) > 1:
+        return None  # the same run goes on in another file
     if kind == "header":
         return f"--- epoch {record.get('epoch')}: a daemon takes the job"
     if kind != "move":

@@ -38,7 +38,9 @@ def unfinished(records: Iterable[Record], job: Job) -> list[x.Effect]:
     """
     pending: list[x.Effect] = []
     for record in records:
-        if record["kind"] == "move":
+        if record["kind"] == "job" and "pending" in record:  # the journal has rolled over here
+            pending = [x.Effect.from_dict(effect) for effect in record["pending"]]
+        elif record["kind"] == "move":
             event = record["event"]
             pending = [effect for effect in pending if not _ends(event, effect)]
             pending += [x.Effect.from_dict(effect) for effect in record["effects"]]

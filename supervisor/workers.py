@@ -63,6 +63,9 @@ class Roster:
         if kind == "phase":
             self.phases[rank] = str(record["phase"])
             return []
+        if kind == "disk":
+            why, what = str(record["why"]), f"to write the {record['what']} of rank {rank}"
+            return [e.HousekeepingFailed(at=at, action=what, error=why)] if why else []
         first = rank not in self.said.setdefault(kind, {})
         self.said[kind][rank] = record
         if self.standby:

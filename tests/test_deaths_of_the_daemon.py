@@ -5,14 +5,17 @@ Whatever it had decided and not done is done by the next one, once; the job ends
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from supervisor.fsm.job import Limits
-from supervisor.journal import read_journal
+from supervisor.journal import archives, decode, encode, last_segment, read_journal
+from supervisor.past import past_of
 from supervisor.replay import replay_file
-from tests.sim.run import Meddling, Sim, simulate
+from tests.sim.run import Meddling, MortalJournal, Sim, simulate
 from tests.sim.world import Fault, Script
 from tests.test_scenarios import stop
 
@@ -114,4 +117,190 @@ def test_a_job_that_finishes_while_the_daemon_is_dead_is_completed_by_the_next(
     assert sim.status == 0
     assert sim.states[-1] == "COMPLETED"
     assert sim.daemon.job.generation == 1
+    assert [r["kind"] for r in read_journal(path)].count("header") == 1
+
+
+@pytest.mark.parametrize("story", STORIES)
+def test_a_journal_that_rolls_over_loses_nothing_of_what_it_tells(
+    story: str, tmp_path: Path
+) -> None:
+    """Budgets, recoveries, and the whole history replay as if it were one file."""
+    script, limits, meddle = STORIES[story]()
+    whole = simulate(tmp_path / "whole.jsonl", script, limits=limits, meddle=meddle)
+    script, limits, meddle = STORIES[story]()
+    path = tmp_path / "rolled" / "journal.jsonl"
+    path.parent.mkdir()
+    sim = simulate(path, script, limits=limits, meddle=meddle, roll_bytes=2000)
+    assert len(archives(path)) >= 2
+    assert sim.status == whole.status
+    assert sim.names == whole.names
+    assert sim.daemon.chronicle.recoveries() == whole.daemon.chronicle.recoveries()
+    assert sim.daemon.job.spent == whole.daemon.job.spent
+    report = replay_file(path)
+    assert report.difference == ""
+    assert (report.moves, report.segments) == (len(whole.moves), 1)
+    alone = tmp_path / "alone" / "journal.jsonl"  # what an operator copies away
+    alone.parent.mkdir()
+    shutil.copy(path, alone)
+    assert replay_file(alone).difference == ""
+    assert replay_file(alone).state == sim.states[-1]
+    past, expected = past_of(last_segment(path)), past_of(whole.records)
+    assert (past.state, past.generation, past.placement, past.incidents, past.committed_step) == (
+        expected.state,
+        expected.generation,
+        expected.placement,
+        expected.incidents,
+        expected.committed_step,
+    )
+
+
+@pytest.mark.parametrize("story", ["crash", "promotion"])
+def test_the_daemon_may_die_after_any_line_of_a_journal_that_rolls_over(
+    story: str, tmp_path: Path
+) -> None:
+    """What was ordered before the roll and not done is done by the next daemon all the same."""
+    script, limits, meddle = STORIES[story]()
+    undisturbed = simulate(
+        tmp_path / "whole.jsonl", script, limits=limits, meddle=meddle, roll_bytes=1500
+    )
+    last = undisturbed.records[-1]["seq"]
+    for line in range(2, last + 1):
+        path = tmp_path / str(line) / "journal.jsonl"
+        path.parent.mkdir()
+        script, limits, meddle = STORIES[story]()
+        sim = simulate(path, script, limits=limits, meddle=meddle, die_after=line, roll_bytes=1500)
+        if sim is None:
+            assert line > last - 6
+            continue
+        assert (sim.status, sim.states[-1]) == (undisturbed.status, undisturbed.states[-1]), line
+        assert not sim.cluster.ever_two_alive, line
+        rows = sim.daemon.chronicle.recoveries()
+        assert len(rows) == len(undisturbed.daemon.chronicle.recoveries()), line
+        assert all(row["total_s"] is not None for row in rows), line
+        assert replay_file(path).difference == "", line
+
+
+def orphans_ended(**facts: Any) -> dict[str, Any]:
+    return {"after_s": 3600.0, "at": 1.0, "step": -1, "saved": False, "completed": None, **facts}
+
+
+def test_orphans_that_saved_and_ended_cost_no_budget(tmp_path: Path) -> None:
+    """Nobody started the daemon again for an hour; the job goes on from what they saved."""
+    path = tmp_path / "journal.jsonl"
+    script = Script(steps=60, orphans_ended=orphans_ended(step=20, saved=True))
+    sim = simulate(path, script, limits=Limits(failures_max=0), die_after=14, dead_s=60.0)
+    assert sim.status == 0
+    orphaned = sim.event("workers_orphaned")
+    assert orphaned["why"] == "no daemon was heard of for 3600 s; step 20 is saved"
+    assert sim.daemon.job.spent == {}
+    assert sim.daemon.job.generation == 2
+    assert not sim.cluster.ever_two_alive
+    assert replay_file(path).difference == ""
+
+
+@pytest.mark.parametrize("line", [8, 12, 14])
+def test_a_job_that_finished_as_an_orphan_is_completed_from_the_files(
+    tmp_path: Path, line: int
+) -> None:
+    """It committed, waited, and ended; the next daemon has nothing to start, in any state."""
+    path = tmp_path / "journal.jsonl"
+    done = {"step": 40, "params_digest": "d" * 64, "loss": 1.0, "held_out_loss": 1.1}
+    script = Script(orphans_ended=orphans_ended(step=40, saved=True, completed=done))
+    sim = simulate(path, script, die_after=line, dead_s=60.0)
+    assert sim.status == 0
+    assert sim.states[-1] == "COMPLETED"
+    assert sim.daemon.job.result["params_digest"] == "d" * 64
+    assert sim.daemon.job.generation == 1
+    assert sim.daemon.job.incidents == 0
+    assert replay_file(path).difference == ""
+
+
+def of_another_table(path: Path) -> None:
+    """As if an older version had written the journal."""
+    lines = path.read_bytes().splitlines(keepends=True)
+    header = decode(lines[0])
+    path.write_bytes(encode({**header, "table": "0" * 16}) + b"".join(lines[1:]))
+
+
+@pytest.mark.parametrize("snapshot_every", [0, 1])
+def test_a_journal_of_another_table_is_drained_and_goes_on_in_a_new_segment(
+    tmp_path: Path, snapshot_every: int
+) -> None:
+    """everstep was upgraded while the job trained: what nobody can go on with saves, and ends."""
+    path = tmp_path / "journal.jsonl"
+    script = Script(steps=200, checkpoint_every=500, snapshot_every=snapshot_every)
+
+    class Upgraded(MortalJournal):
+        def __init__(self, path: Path, *, epoch: int) -> None:
+            if epoch == 2:
+                of_another_table(path)
+            super().__init__(path, epoch=epoch)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tests.sim.run.MortalJournal", Upgraded)
+        sim = simulate(path, script, limits=STANDBY, die_after=14, dead_s=5.0)
+    assert sim.status == 0
+    records = list(read_journal(path))
+    headers = [record["seq"] for record in records if record["kind"] == "header"]
+    assert len(headers) == 2
+    started = sim.event("job_started")
+    assert started["after"] == ""
+    (_, second) = [m["event"] for m in sim.moves if m["event"]["event"] == "job_started"]
+    assert second["after"] == "RUNNING"
+    chosen = [m["event"] for m in sim.moves if m["event"]["event"] == "restore_point_selected"][-1]
+    assert chosen["kind"] == ("snapshot" if snapshot_every else "checkpoint")
+    assert chosen["saved_by"] == 1
+    assert chosen["step"] > 20  # nothing was lost of what had been reached
+    assert sim.daemon.job.generation >= 3  # the standby's number is not used again
+    assert not sim.cluster.ever_two_alive
+    report = replay_file(path)
+    assert (report.difference, report.segments) == ("", 2)
+    assert "written by table 0000000000000000" in report.notes[0]
+
+
+def test_changed_settings_wait_for_the_next_restart_of_the_workers(tmp_path: Path) -> None:
+    """A daemon started again with other settings must not disturb workers that train."""
+    path = tmp_path / "journal.jsonl"
+    script = Script(steps=200, faults=[Fault(kind="kill", step=60)], snapshot_every=1)
+    sim = simulate(path, script, limits=STANDBY, die_after=14, dead_s=2.0, renews=True)
+    assert sim.status == 0
+    records = sim.records
+    headers = [record["seq"] for record in records if record["kind"] == "header"]
+    assert len(headers) == 2
+    names = [m["event"]["event"] for m in sim.moves if m["seq"] < headers[1]]
+    assert names.index("supervisor_restarted") < names.index("worker_crashed")
+    assert names[-1] == "retry_granted"  # and what it ordered was left to the next run
+    starts = [call for call in sim.cluster.calls if call.startswith(("place", "start"))]
+    assert starts[0] == "place 1"
+    assert "place 2" in starts
+    assert not sim.cluster.ever_two_alive
+    (row,) = sim.daemon.chronicle.recoveries()
+    assert row["event"] == "worker_crashed"
+    assert row["total_s"] is not None
+    assert row["resumed_step"] >= 59
+    assert replay_file(path).difference == ""
+
+
+def test_without_a_restart_changed_settings_never_count(tmp_path: Path) -> None:
+    """The job runs to its end as it began."""
+    path = tmp_path / "journal.jsonl"
+    sim = simulate(path, Script(steps=100), die_after=14, dead_s=2.0, renews=True)
+    assert sim.status == 0
+    assert sim.daemon.job.generation == 1
+    assert [r["kind"] for r in read_journal(path)].count("header") == 1
+
+
+def test_a_stop_prevails_over_changed_settings(tmp_path: Path) -> None:
+    """Nobody wants the job started anew in order to be stopped."""
+    path = tmp_path / "journal.jsonl"
+    sim = simulate(
+        path,
+        Script(steps=400),
+        limits=STANDBY,
+        meddle={16.0: stop()},
+        die_after=14,
+        dead_s=2.0,
+        renews=True,
+    )
+    assert sim.states[-1] == "STOPPED"
     assert [r["kind"] for r in read_journal(path)].count("header") == 1

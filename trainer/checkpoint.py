@@ -9,6 +9,7 @@ peer. Knows neither which checkpoint counts nor how many stay.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import queue
@@ -55,6 +56,9 @@ Meta = dict[str, Any]
 Content = Any
 """What a process saves: a host copy of the whole state, or the list of its pieces."""
 
+# How Orbax, TensorStore and Python say so.
+_DISK_SIGNS = tuple(os.strerror(one) for one in (errno.ENOSPC, errno.EDQUOT, errno.EROFS))
+
 
 class CheckpointRejected(Exception):
     """A checkpoint that must not be used: unreadable, incomplete, or not what was saved."""
@@ -65,7 +69,14 @@ class CheckpointRejected(Exception):
 
 
 class NotSaved(Exception):
-    """A state that had to be on the disk is not there; the text says which, and why."""
+    """A state that had to be on the disk is not there; the text says which, and why.
+
+    `may_pass`: the disk was full or read-only, which somebody may change.
+    """
+
+    def __init__(self, text: str, *, may_pass: bool = False) -> None:
+        super().__init__(text)
+        self.may_pass = may_pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,7 +172,8 @@ class Saver:
         if not self.wait():
             raise NotSaved(f"the save of step {step} did not end within {SAVE_WAIT_S:.0f} s")
         if step != self._last_committed:
-            raise NotSaved(f"step {step} could not be saved: {self._last_error}")
+            text = f"step {step} could not be saved: {self._last_error}"
+            raise NotSaved(text, may_pass=any(sign in text for sign in _DISK_SIGNS))
 
     def _run(self) -> None:
         while True:
@@ -223,11 +235,11 @@ class Saver:
                 return None
             self._await_parts(path, step)
             _mark(path / FINISHED_MARK)
-        except BaseException:
+        except BaseException as error:
             (path / FINISHED_MARK).unlink(missing_ok=True)
             own.with_suffix(VERIFIED).unlink(missing_ok=True)
             with contextlib.suppress(OSError):
-                _mark(self._failed(own, step))
+                _mark(self._failed(own, step), f"{type(error).__name__}: {error}"[:1000])
             _discard(own)
             raise
         return _committed(step, path, started)
@@ -238,8 +250,10 @@ class Saver:
         for part in range(1, self._parts):
             name = path / _part_name(part, self._parts)
             while not name.with_suffix(VERIFIED).is_file():
-                if self._failed(name, step).exists() or time.monotonic() > deadline:
-                    raise OSError(f"{name} was not saved by its rank")
+                if (failed := self._failed(name, step)).exists():
+                    raise OSError(f"{name} was not saved: {failed.read_text()}")
+                if time.monotonic() > deadline:
+                    raise OSError(f"{name} was not saved within {SAVE_WAIT_S:.0f} s")
                 time.sleep(_LOOK_S)
 
     def _failed(self, part: Path, step: int) -> Path:
@@ -463,9 +477,9 @@ def _sha256(values: Any) -> str:
     return hashlib.sha256(np.ascontiguousarray(values).tobytes()).hexdigest()
 
 
-def _mark(path: Path) -> None:
+def _mark(path: Path, text: str = "done") -> None:
     """A file that says something by being there, on the disk itself."""
-    path.write_text("done\n")
+    path.write_text(f"{text}\n")
     _fsync(path)
     _fsync(path.parent)
 

@@ -116,9 +116,9 @@ class Child:
         self._gone = threading.Event()
         self._stdin_lock = threading.Lock()
         if spare is not None:
-            self._process, self._reports = spare.process, spare.reports
+            self._process, self._reports, no_log = spare.process, spare.reports, ""
         else:
-            self._process, self._reports = _spawn(
+            self._process, self._reports, no_log = _spawn(
                 command,
                 log_file=launch.log_path,
                 run_dir=launch.run_dir,
@@ -132,8 +132,11 @@ class Child:
         self._attendant = threading.Thread(
             target=self._attend, name=f"child-{self.identity.pid}", daemon=True
         )
+        if no_log:
+            self._publish({"report": "disk", "at": time.time(), "what": "log", "why": no_log})
         self._attendant.start()
-        launch.beat_file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with contextlib.suppress(OSError):  # it says so itself
+            launch.beat_file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         # After the attendant: a child that dies while it is told has an exit to report.
         with contextlib.suppress(ChildError):
             self._write(launch.text)
@@ -220,7 +223,8 @@ class Child:
         }
         self._publish(self.exit)
         self.survivors = self._end_group(_GROUP_LIMIT_S)
-        self.launch.beat_file.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # a read-only disk is no reason to doubt its end
+            self.launch.beat_file.unlink(missing_ok=True)
         self._gone.set()
 
     def _end_group(self, timeout_s: float) -> tuple[Identity, ...]:
@@ -305,7 +309,7 @@ class Spare:
     def __init__(
         self, command: Sequence[str], run_dir: Path, base_environment: Mapping[str, str]
     ) -> None:
-        self.process, self.reports = _spawn(
+        self.process, self.reports, _ = _spawn(
             [*command, "--spare"],
             log_file=run_dir / "logs" / "spares" / f"slot-{os.getpid()}.log",
             run_dir=run_dir,
@@ -335,10 +339,9 @@ def _spawn(
     generation: str,
     directory: Path,
     base_environment: Mapping[str, str],
-) -> tuple[subprocess.Popen[bytes], int]:
-    log_file.parent.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    log_file.parent.mkdir(mode=0o700, exist_ok=True)
-    log = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+) -> tuple[subprocess.Popen[bytes], int, str]:
+    """The process, the pipe of its reports, and why it has no log, "" where it has one."""
+    log, no_log = open_log(log_file)
     reports, child_reports = os.pipe()
     marks = {RUN: str(run_dir), SLOT: slot_mark(), GENERATION: generation}
     try:
@@ -365,7 +368,17 @@ def _spawn(
     # A child that is stopped must never stop its slot.
     os.set_blocking(process.stdin.fileno(), False)
     os.set_blocking(reports, False)
-    return process, reports
+    return process, reports, no_log
+
+
+def open_log(path: Path) -> tuple[int, str]:
+    """A descriptor to append with, and why it is not the file's; that costs the log alone."""
+    try:
+        path.parent.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), ""
+    except OSError as error:
+        return os.open(os.devnull, os.O_WRONLY), f"{path}: {error.strerror}"
 
 
 def log_path(run_dir: Path, generation: int, rank: int) -> Path:

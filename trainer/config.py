@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator
 
 from trainer.settings import Relation, Section, SettingsError
 
 TASK_OF_THE_HOUSE = "language_model"
+
+MATRICES = ("query", "key", "value", "attention_out", "gate", "up", "down")
+"""The matrices of a block of the built-in model; low-rank factors may be added to any of them."""
 
 
 def _as_tuple(value: object) -> object:
@@ -63,8 +66,12 @@ class MeshSettings(Section):
 
 
 class ModelSettings(Section):
-    """A decoder-only transformer over bytes (RMSNorm, RoPE, grouped-query attention, SwiGLU)."""
+    """A decoder of the Llama family: pretrained, or over bytes with the sizes below."""
 
+    pretrained: str = Field(
+        default="",
+        description='a model\'s folder, a .gguf file, or "package:NAME" of one; "" = from the seed',
+    )
     layers: int = Field(default=3, ge=1, description="transformer blocks")
     width: int = Field(default=128, ge=2, description="size of the residual stream")
     heads: int = Field(default=4, ge=1, description="query heads; the width is split over them")
@@ -74,9 +81,45 @@ class ModelSettings(Section):
     dropout: float = Field(
         default=0.0, ge=0.0, lt=1.0, description="share of each block's output left out"
     )
+    compute_dtype: Literal["float32", "bfloat16"] = Field(
+        default="float32", description='of matrix products; the state stays "float32"'
+    )
+    remat: bool = Field(
+        default=False, description="compute blocks again in the backward pass: slower, less memory"
+    )
+    lora_rank: int = Field(
+        default=0, ge=0, description="train low-rank additions of this rank only; 0 = everything"
+    )
+    lora_alpha: float = Field(
+        default=16.0, gt=0.0, description="the additions count alpha / rank times"
+    )
+    lora_targets: tuple[str, ...] = Field(
+        default=MATRICES, min_length=1, description="matrices that get low-rank additions"
+    )
+
+    @field_validator("lora_targets")
+    @classmethod
+    def _targets(cls, targets: tuple[str, ...]) -> tuple[str, ...]:
+        if unknown := sorted(set(targets) - set(MATRICES)):
+            raise ValueError(f"has no matrix {unknown[0]!r}; choose among {', '.join(MATRICES)}")
+        return tuple(name for name in MATRICES if name in targets)
 
     def relations(self) -> Iterator[Relation]:
-        """The width divides over the heads, and these over the key-value heads."""
+        """Heads fit the width, and a pretrained model brings its own sizes."""
+        if self.pretrained:
+            for name in ("layers", "width", "heads", "key_value_heads", "hidden", "rope_base"):
+                if getattr(self, name) != type(self).model_fields[name].default:
+                    yield Relation(
+                        keys=("pretrained", name),
+                        message=f"the pretrained model brings its own; leave {name} out",
+                    )
+            return
+        if self.lora_rank:
+            yield Relation(
+                keys=("lora_rank", "pretrained"),
+                message="low-rank additions need a pretrained model to be added to; name one, "
+                "or leave lora_rank out",
+            )
         if self.width % self.heads or (self.width // self.heads) % 2:
             yield Relation(
                 keys=("width", "heads"),
@@ -92,24 +135,60 @@ class ModelSettings(Section):
 
 
 class DataSettings(Section):
-    """The text, and how a batch is cut from it."""
+    """The data, and how a batch is cut from it."""
 
     path: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] = Field(
         default=(),
-        description="text files or folders; none = the sources of Python's standard library",
+        description="files or folders; none = the sources of Python's standard library",
+    )
+    format: Literal["auto", "text", "jsonl", "parquet", "dataset", "ray"] = Field(
+        default="auto",
+        description='of path; "dataset" = saved by Hugging Face, "ray" = "module:function"',
     )
     suffixes: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] = Field(
         default=(".py", ".txt", ".md", ".rst"),
-        description="which files count inside a folder",
+        description="which text files count inside a folder",
+    )
+    text_key: str = Field(
+        default="text",
+        min_length=1,
+        description="key or column of the text of records without prompt and messages",
+    )
+    packing: Literal["auto", "stream", "documents", "none"] = Field(
+        default="auto",
+        description='a row is a cut of all text, some whole documents, or one; "auto" by format',
     )
     bytes_max: int = Field(
-        default=4_000_000, ge=1024, description="reading stops after this many bytes"
+        default=4_000_000,
+        ge=1024,
+        description="of text for a model of bytes, and of the standard library; the rest is left",
     )
     batch_size: int = Field(default=16, ge=1, description="sequences a step, over all workers")
-    sequence_length: int = Field(default=128, ge=2, description="bytes a sequence")
+    sequence_length: int = Field(default=128, ge=2, description="tokens a sequence")
     held_out_fraction: float = Field(
-        default=0.05, gt=0.0, le=0.5, description="tail of each file that is never trained on"
+        default=0.05, gt=0.0, le=0.5, description="of each text the tail, of records every so many"
     )
+    held_out_path: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] = Field(
+        default=(), description="held-out data of your own, in place of that fraction"
+    )
+    cache: str = Field(
+        default="runs/.data",
+        min_length=1,
+        description="tokenised data is kept here; a relative path starts at this file",
+    )
+
+    def relations(self) -> Iterator[Relation]:
+        """What needs a path."""
+        if self.format not in ("auto", "text") and not self.path:
+            yield Relation(
+                keys=("format", "path"),
+                message="there is nothing to read; name files or folders in path",
+            )
+        if self.format == "ray" and any(":" not in one for one in self.path):
+            yield Relation(
+                keys=("format", "path"),
+                message='functions make the data; write path = "module:function"',
+            )
 
 
 class OptimizerSettings(Section):
@@ -138,6 +217,9 @@ class TrainerSettings(Section):
     )
     steps: int = Field(default=600, ge=1, description="the job is complete after so many")
     seed: int = Field(default=0, ge=0, lt=2**63, description="of the weights and of the batches")
+    accumulation_steps: int = Field(
+        default=1, ge=1, description="parts of a batch computed one after the other: less memory"
+    )
     evaluate_every_steps: int = Field(
         default=100, ge=0, description="on held-out text; 0 = only at the end"
     )
@@ -149,6 +231,15 @@ class TrainerSettings(Section):
     model: ModelSettings = Field(default_factory=ModelSettings)
     data: DataSettings = Field(default_factory=DataSettings)
     optimizer: OptimizerSettings = Field(default_factory=OptimizerSettings)
+
+    def relations(self) -> Iterator[Relation]:
+        """A batch splits into equal parts."""
+        if self.data.batch_size % self.accumulation_steps:
+            yield Relation(
+                keys=("accumulation_steps", "data.batch_size"),
+                message="a batch is computed in parts of equal size; make batch_size a multiple of "
+                f"{self.accumulation_steps}",
+            )
 
     @field_validator("task")
     @classmethod

@@ -8,6 +8,7 @@ slot calls `worker_environment` and must stay small.
 # (parts of jax carry no types)
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import platform
@@ -74,6 +75,7 @@ def join_world(*, coordinator: str, rank: int, world_size: int, join_timeout_s: 
         _refuse_taken_address(coordinator)
     else:
         _await_coordinator(coordinator, join_timeout_s)
+    _listen_only_at(_own_address(coordinator))
     jax.distributed.initialize(
         coordinator_address=coordinator,
         num_processes=world_size,
@@ -84,6 +86,30 @@ def join_world(*, coordinator: str, rank: int, world_size: int, join_timeout_s: 
         shutdown_timeout_seconds=SHUTDOWN_TIMEOUT_S,
         coordinator_bind_address=coordinator if rank == 0 else None,
     )
+
+
+def _own_address(coordinator: str) -> str:
+    """Of this machine, where the coordinator's sees it: loopback if all ranks are on this one."""
+    host, _, port = coordinator.rpartition(":")
+    host = host.strip("[]")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, int(port)))  # nothing is sent
+        return str(probe.getsockname()[0])
+
+
+def _listen_only_at(address: str) -> None:
+    """Let the collectives on CPUs (gloo, which knows no password) listen at one address.
+
+    By itself it takes what the host's name resolves to: an outer address though all ranks are here,
+    or a loopback that no other host reaches. jax 0.10.2 has no setting for it; what it calls has.
+    """
+    from jax._src import xla_bridge
+
+    library: Any = xla_bridge._jax  # type: ignore[attr-defined]  # a module of jaxlib
+    make = library.make_gloo_tcp_collectives
+    if not isinstance(make, functools.partial):
+        library.make_gloo_tcp_collectives = functools.partial(make, hostname=address)
 
 
 def _await_coordinator(address: str, timeout_s: float) -> None:

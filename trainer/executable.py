@@ -115,12 +115,16 @@ def store(path: Path, programs: Programs) -> None:
     }
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(draft, "wb", opener=_owner_only) as file:
-        file.write(json.dumps(header).encode() + b"\n")
-        file.write(payload)
-        file.flush()
-        os.fsync(file.fileno())
-    draft.rename(path)
+    try:
+        with open(draft, "wb", opener=_owner_only) as file:
+            file.write(json.dumps(header).encode() + b"\n")
+            file.write(payload)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.rename(path)
+    except OSError:
+        draft.unlink(missing_ok=True)  # a full disk needs the room
+        raise
     _forget_old(path.parent)
 
 

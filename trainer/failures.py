@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from trainer.data.store import DataDamaged
 from trainer.drills import DrillError
 from trainer.environment import AddressTaken
 from trainer.settings import SettingsError
@@ -38,9 +39,7 @@ _ABORTED_FOR_A_PEER = "the JAX distributed service detected fatal errors"
 _PORT_TAKEN = ("Failed to start RPC server", "Address already in use", "Failed to add port")
 
 _TRAINER = Path(__file__).resolve().parent
-_OF_THE_TASK = tuple(
-    str(_TRAINER / name) for name in ("tasks", "model.py", "data.py", "optimizer.py")
-)
+_OF_THE_TASK = tuple(str(_TRAINER / name) for name in ("tasks", "model.py", "data", "optimizer.py"))
 _LIBRARIES = tuple(
     str(Path(sysconfig.get_path(name)).resolve()) for name in ("stdlib", "purelib", "platlib")
 )
@@ -113,7 +112,7 @@ def could_not_start(error: BaseException) -> bool:
 def _is_users_fault(error: BaseException, in_their_code: bool) -> bool:
     if isinstance(error, SettingsError | TaskError):
         return True
-    if isinstance(error, DrillError | MemoryError) or lost_a_peer(error):
+    if isinstance(error, DrillError | MemoryError | DataDamaged) or lost_a_peer(error):
         return False
     if isinstance(error, OSError):
         by_name = FileNotFoundError | PermissionError | NotADirectoryError | IsADirectoryError

@@ -14,7 +14,7 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +30,8 @@ KEY_TTL_MS = 3_600_000
 STEPS_REMEMBERED = 64
 
 _LAYOUT = struct.Struct("<QqIQ")  # sequence number, step, phase, sequence number again
+_BEATS = struct.Struct("<Q")  # the sends of the thread, which alone writes there
+_BEATS_AT = 32
 _FILE_BYTES = 64
 
 
@@ -48,12 +50,45 @@ def canary_key(job: str) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StoreAddress:
+    """How to reach the store. `ca_file`: what signs the server's certificate; "": the system's."""
+
+    host: str
+    port: int
+    username: str | None = None
+    password: str | None = field(default=None, repr=False)
+    db: int = 0
+    tls: bool = False
+    ca_file: str = ""
+
+    def options(self, timeout_s: float) -> dict[str, Any]:
+        """Of a client that answers or fails within `timeout_s`; its maker adds that of no retry."""
+        options: dict[str, Any] = {
+            "host": self.host,
+            "port": self.port,
+            "username": self.username,
+            "password": self.password,
+            "db": self.db,
+            "socket_timeout": timeout_s,
+            "socket_connect_timeout": timeout_s,
+            "decode_responses": True,
+        }
+        if self.tls:
+            options |= {"ssl": True, "ssl_ca_certs": self.ca_file or None}
+        return options
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BeatView:
-    """What the beat file says: the loop's sequence number, its phase, and its step (-1 before)."""
+    """What the beat file says: the loop's sequence number, its phase, and its step (-1 before).
+
+    `beats` counts the sends of its thread, arrived or not.
+    """
 
     seq: int
     phase: str
     step: int
+    beats: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,24 +171,25 @@ def read_beat_file(path: str | Path) -> BeatView:
             raise HeartbeatError(f"{path} has {len(raw)} bytes, expected {_FILE_BYTES}")
         seq, step, phase, again = _LAYOUT.unpack_from(raw)
         if seq == again and phase < len(PHASES):
-            return BeatView(seq=seq, phase=PHASES[phase], step=step)
+            (beats,) = _BEATS.unpack_from(raw.ljust(_FILE_BYTES, b"\0"), _BEATS_AT)
+            return BeatView(seq=seq, phase=PHASES[phase], step=step, beats=beats)
     raise HeartbeatError(f"{path} holds no readable beat")
 
 
 class Beat:
     """The loop's own account of what it is doing; only the loop's thread may write it.
 
-    Writing costs microseconds and never fails once the file is mapped: its blocks are allocated
-    first, since a write to a map on a full disk is SIGBUS.
+    Writing costs microseconds and never fails once the file is mapped. Where there can be no file,
+    `no_file` says why: training goes on, and the slot cannot bear witness.
     """
 
     def __init__(self, path: str | Path) -> None:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        self.no_file = ""
         try:
-            os.posix_fallocate(descriptor, 0, _FILE_BYTES)
-            self._map = mmap.mmap(descriptor, _FILE_BYTES)
-        finally:
-            os.close(descriptor)
+            self._map = _map_file(path)
+        except OSError as error:
+            self.no_file = f"{path}: {error.strerror}"
+            self._map = mmap.mmap(-1, _FILE_BYTES)
         self.seq = 0
         self.phase = "initialize"
         self.step = -1
@@ -185,6 +221,10 @@ class Beat:
         self.seq += 1
         self._publish()
 
+    def count(self, beats: int) -> None:
+        """How many beats the thread has sent, or failed to: it lives, whatever became of them."""
+        self._map[_BEATS_AT : _BEATS_AT + _BEATS.size] = _BEATS.pack(beats)
+
     def _publish(self) -> None:
         packed = _LAYOUT.pack(self.seq, self.step, PHASES.index(self.phase), self.seq)
         self._map[: len(packed)] = packed
@@ -201,6 +241,16 @@ class Beat:
             self._steps.append(seconds)
             typical = statistics.median(self._steps)
             self.durations = {**self.durations, "step": (typical, max(self._steps))}
+
+
+def _map_file(path: str | Path) -> mmap.mmap:
+    """The file, mapped; its blocks are there, since a write to a map on a full disk is SIGBUS."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        os.posix_fallocate(descriptor, 0, _FILE_BYTES)
+        return mmap.mmap(descriptor, _FILE_BYTES)
+    finally:
+        os.close(descriptor)
 
 
 class BeatSender(threading.Thread):
@@ -238,6 +288,7 @@ class BeatSender(threading.Thread):
                 client.set(self._key, self.message().to_json(), px=KEY_TTL_MS)
             except (RedisError, OSError):
                 self.failures += 1
+            self._beat.count(self.beats)  # the attempt is over: this thread is not stuck in it
             if self._ended.wait(max(0.0, self._every_s - (time.monotonic() - started))):
                 return
 
@@ -266,7 +317,7 @@ class BeatSender(threading.Thread):
         )
 
 
-def connect(host: str, port: int, password: str | None) -> Callable[[float], Redis]:
+def connect(address: StoreAddress) -> Callable[[float], Redis]:
     """A maker of clients that fail within the time-out they are given and never retry.
 
     redis-py's defaults would block one `set` against a frozen server for about a minute.
@@ -277,14 +328,22 @@ def connect(host: str, port: int, password: str | None) -> Callable[[float], Red
         from redis.backoff import NoBackoff
         from redis.retry import Retry
 
-        return Redis(
-            host=host,
-            port=port,
-            password=password,
-            socket_timeout=timeout_s,
-            socket_connect_timeout=timeout_s,
-            retry=Retry(NoBackoff(), 0),
-            decode_responses=True,
-        )
+        return Redis(**address.options(timeout_s), retry=Retry(NoBackoff(), 0))
 
     return make
+
+
+def read_canary(job: str, store: Mapping[str, Any], timeout_s: float = 1.0) -> str | None:
+    """What the daemon of a job last wrote to the store; None where it is not there, or no answer.
+
+    `store` is the part of a worker's spec that names it.
+    """
+    from redis import RedisError
+
+    address = {one.name: store[one.name] for one in fields(StoreAddress) if one.name in store}
+    try:
+        with connect(StoreAddress(**address))(timeout_s) as client:
+            found = client.get(canary_key(job))
+    except (RedisError, OSError):
+        return None
+    return None if found is None else str(found)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -23,6 +22,7 @@ from trainer.checkpoint import Committed, SaveFailed
 from trainer.config import CheckpointSettings
 from trainer.environment import describe_environment, differences
 from trainer.heartbeat import Beat
+from trainer.lines import LineFile
 from trainer.pieces import Assembly, extent, form
 from trainer.snapshot_writer import Interval, SnapshotContext, SnapshotFailed, SnapshotWriter
 from trainer.spec import RestorePoint, Snapshots
@@ -68,7 +68,18 @@ class Finish:
 _AGREED_EARLY, _AGREED_EVERY = (8, 16, 32), 64
 """At which of its steps a generation agrees on how often "auto" takes snapshots in parts."""
 
-Outcome = Committed | SaveFailed | Interval | SnapshotFailed
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricsChanged:
+    """`why` no line can be written to metrics.jsonl; "" when all of them are there again."""
+
+    why: str
+
+
+Outcome = Committed | SaveFailed | Interval | SnapshotFailed | MetricsChanged
+
+LAST_SAVE_PATIENCE_S = 600.0
+_LAST_SAVE_PAUSES_S = (1.0, 60.0)  # the first, the longest; doubled in between
 
 
 @dataclass(slots=True, kw_only=True)
@@ -111,6 +122,9 @@ class ModelTrainer:
         self._saver: checkpoint.Saver | None = None
         self._leads = context.rank == 0
         self._steps_here = 0
+        self._metrics = LineFile(
+            job_dir / "metrics.jsonl", lambda why: on_outcome(MetricsChanged(why=why))
+        )
         self._progress = _Progress()
         self._state: State = None
 
@@ -216,8 +230,21 @@ class ModelTrainer:
         return done
 
     def finish(self) -> Finish:
-        """Save the final state, wait for it, and sum up."""
-        done = self.save(wait=True)
+        """Save the final state, wait for it, and sum up.
+
+        A disk that is full then may be given room: the state is still here, so that is waited for.
+        """
+        give_up_at = time.monotonic() + LAST_SAVE_PATIENCE_S
+        pause_s, longest_s = _LAST_SAVE_PAUSES_S
+        while True:
+            try:
+                done = self.save(wait=True)
+                break
+            except checkpoint.NotSaved as error:
+                if not error.may_pass or time.monotonic() >= give_up_at:
+                    raise
+            self._wait(pause_s)
+            pause_s = min(2 * pause_s, longest_s)
         return Finish(
             step=done,
             params_digest=self._digest(done),
@@ -232,6 +259,13 @@ class ModelTrainer:
             return checkpoint.digests(step.to_host(self._state))[2]
         path = checkpoint.directory_of(self._job_dir, self._context.generation, done)
         return checkpoint.digest_of(path, self._blank) if self._leads else ""
+
+    def _wait(self, seconds: float) -> None:
+        """Which is no hang."""
+        until = time.monotonic() + seconds
+        while (left_s := until - time.monotonic()) > 0:
+            self._beat.tick()
+            time.sleep(min(0.5, left_s))
 
     def _step(self, index: int) -> StepReport:
         started = time.monotonic()
@@ -399,12 +433,7 @@ class ModelTrainer:
         }
         if report.held_out_loss is not None:
             line["held_out_loss"] = _json_number(report.held_out_loss)
-        path = self._job_dir / "metrics.jsonl"
-        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        try:
-            os.write(descriptor, (json.dumps(line) + "\n").encode())
-        finally:
-            os.close(descriptor)
+        self._metrics.append(json.dumps(line))
 
 
 def _number(scalar: Any) -> float:

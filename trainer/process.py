@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import faulthandler
+import functools
 import json
 import math
 import os
@@ -27,11 +28,13 @@ import structlog
 
 from trainer import heartbeat
 from trainer.drills import Drills, Fault, FaultError
-from trainer.heartbeat import Beat, BeatSender
+from trainer.heartbeat import Beat, BeatSender, StoreAddress
+from trainer.lines import Tolerant, tolerant_text
 from trainer.spec import RestorePoint, SpecError, WorkerSpec
 
 log = structlog.get_logger()
 
+DISK_NEWS_EVERY_S = 60.0
 GO_WAIT_S = 5.0
 """How long rank 0 waits, between two steps, for the others to know where to stop."""
 
@@ -58,6 +61,26 @@ class Reports:
                 os._exit(1)
 
 
+class DiskNews:
+    """What cannot be written, told once a minute at most, and when it can be again."""
+
+    def __init__(self, reports: Reports) -> None:
+        self._reports = reports
+        self._told: dict[str, float] = {}
+        self._lasting: set[str] = set()
+
+    def tell(self, what: str, why: str) -> None:
+        """`why` is "" when it can be written again."""
+        now = time.monotonic()
+        if why and now - self._told.get(what, -math.inf) >= DISK_NEWS_EVERY_S:
+            self._told[what] = now
+            self._lasting.add(what)
+            self._reports.send("disk", what=what, why=why)
+        elif not why and what in self._lasting:
+            self._lasting.discard(what)
+            self._reports.send("disk", what=what, why="")
+
+
 class WorkerBeat(Beat):
     """A beat that also tells of the phases of a start, and lets drills strike where they should."""
 
@@ -79,6 +102,7 @@ class Orders:
     def __init__(self) -> None:
         self.stop_asked = threading.Event()
         self.go = threading.Event()
+        self.go_wait_s = GO_WAIT_S
         self.standby: queue.SimpleQueue[tuple[bool, RestorePoint | None]] = queue.SimpleQueue()
         """(whether it is promoted, where to start); before that it may be told what to load."""
         self.promoted = False
@@ -88,12 +112,14 @@ class Orders:
 class Worker:
     """One rank: starts, trains, reports, obeys."""
 
-    def __init__(self, spec: WorkerSpec, reports: Reports) -> None:
-        self.spec, self.reports = spec, reports
+    def __init__(self, spec: WorkerSpec, reports: Reports, disk: DiskNews) -> None:
+        self.spec, self.reports, self.disk = spec, reports, disk
         self._point = spec.restore_point
         self.orders = Orders()
         self.drills = Drills(self._announce)
         self.beat = WorkerBeat(spec.beat_file, reports, self.drills)
+        if self.beat.no_file:
+            disk.tell("beat", self.beat.no_file)
         for fault in spec.faults:
             self._arm(fault)
 
@@ -247,7 +273,7 @@ class Worker:
         self.orders.stop_asked.clear()
         self.reports.send("stopping", after_step=following)
         self.beat.enter("wait")
-        if self.spec.world_size == 1 or self.orders.go.wait(GO_WAIT_S):
+        if self.spec.world_size == 1 or self.orders.go.wait(self.orders.go_wait_s):
             self.orders.stop_after = following
         else:
             log.warning("stop called off: the others were not told", after_step=following)
@@ -256,6 +282,7 @@ class Worker:
     def _obey(self, order: Mapping[str, Any]) -> None:
         kind = order["order"]
         if kind == "stop":
+            self.orders.go_wait_s = float(order.get("go_wait_s", GO_WAIT_S))
             self.orders.stop_asked.set()
         elif kind == "go":
             self.orders.go.set()
@@ -302,7 +329,17 @@ class Worker:
             generation=self.spec.generation,
             rank=self.spec.rank,
             every_s=store.every_s,
-            connect=heartbeat.connect(store.host, store.port, store.password),
+            connect=heartbeat.connect(
+                StoreAddress(
+                    host=store.host,
+                    port=store.port,
+                    username=store.username,
+                    password=store.password,
+                    db=store.db,
+                    tls=store.tls,
+                    ca_file=store.ca_file,
+                )
+            ),
         ).start()
 
     def _join_timed_out(self) -> None:
@@ -314,8 +351,12 @@ class Worker:
 
     def _report_outcome(self, outcome: Any) -> None:
         from trainer.checkpoint import Committed
+        from trainer.loop import MetricsChanged
         from trainer.snapshot_writer import Interval, SnapshotFailed
 
+        if isinstance(outcome, MetricsChanged):
+            self.disk.tell("metrics", outcome.why)
+            return
         if isinstance(outcome, Interval):
             cost_s = round(outcome.cost_s, 6)
             log.info("snapshot interval", every_steps=outcome.every_steps, cost_s=cost_s)
@@ -378,12 +419,17 @@ def _is_rejection(error: BaseException) -> bool:
 def main() -> None:
     """Become a rank: tie this process to its parent, read the spec, run."""
     _die_with_parent()
+    os.umask(0o077)  # whatever a run leaves is its owner's
+    streams = _tolerate_full_disks()
     _log_plainly()
     arguments = argparse.ArgumentParser(prog="python -m trainer.process", description=__doc__)
     arguments.add_argument("--reports", type=int, required=True, metavar="FD")
     arguments.add_argument("--spare", action="store_true", help="import first, then wait")
     options = arguments.parse_args()
     reports = Reports(options.reports)
+    disk = DiskNews(reports)
+    for stream in streams:
+        stream.on_change = functools.partial(disk.tell, "log")
     faulthandler.enable(all_threads=False)  # short: the tail of the log must show the cause
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     for number in (signal.SIGTERM, signal.SIGINT):  # workers are ended by SIGKILL only
@@ -413,8 +459,8 @@ def main() -> None:
         )
         os._exit(1)
     if options.spare:
-        _move_in(spec)
-    worker = Worker(spec, reports)
+        _move_in(spec, disk)
+    worker = Worker(spec, reports, disk)
     threading.Thread(target=worker.obey, args=(orders,), name="orders", daemon=True).start()
     worker.run()
 
@@ -433,21 +479,29 @@ def _import_everything() -> None:
     log.info("spare: everything is imported", seconds=round(time.monotonic() - _STARTED, 3))
 
 
-def _move_in(spec: WorkerSpec) -> None:
+def _move_in(spec: WorkerSpec, disk: DiskNews) -> None:
     """From here on a spare writes and stands where a process of that generation would."""
-    from trainer.child import GENERATION
+    from trainer.child import GENERATION, open_log
 
     os.chdir(spec.config_dir)
     os.environ[GENERATION] = str(spec.generation)  # by which what it starts will be found
     if spec.log_file is None:
         return
-    Path(spec.log_file).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    descriptor = os.open(spec.log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    descriptor, no_log = open_log(Path(spec.log_file))
+    if no_log:
+        disk.tell("log", no_log)
     sys.stdout.flush()
     sys.stderr.flush()
     for stream in (sys.stdout, sys.stderr):
         os.dup2(descriptor, stream.fileno())
     os.close(descriptor)
+
+
+def _tolerate_full_disks() -> list[Tolerant]:
+    """`print` on a full disk would end the training with OSError, in the user's code or in ours."""
+    sys.stdout, out = tolerant_text(1)
+    sys.stderr, err = tolerant_text(2)
+    return [out, err]
 
 
 def _resident_bytes() -> int:

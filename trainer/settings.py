@@ -27,6 +27,9 @@ _KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: 
 _SECONDS = {"ms": 0.001, "s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
 
 
+_PASSWORD = re.compile(r"(://)[^\s\"']*@")
+
+
 class SettingsError(Exception):
     """The settings are wrong and the operator must act.
 
@@ -36,8 +39,9 @@ class SettingsError(Exception):
     exit_status = 2
 
     def __init__(self, *problems: str) -> None:
-        super().__init__("\n".join(problems))
-        self.problems = problems
+        # A URL may hold a password, and messages end in logs.
+        self.problems = tuple(_PASSWORD.sub(r"\1***@", problem) for problem in problems)
+        super().__init__("\n".join(self.problems))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

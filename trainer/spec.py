@@ -59,12 +59,16 @@ class Snapshots:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeartbeatStore:
-    """Where heartbeats go, and how often (seconds)."""
+    """Where heartbeats go, and how often (seconds); for the rest see `StoreAddress`."""
 
     host: str
     port: int
     every_s: float
+    username: str | None = None
     password: str | None = field(default=None, repr=False)
+    db: int = 0
+    tls: bool = False
+    ca_file: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,6 +4,7 @@ It starts, signals, kills and reaps its children and passes on what they report.
 nothing, holds no JAX, imports no Ray, and lets only JSON text, strings and numbers cross Ray.
 """
 
+import contextlib
 import ctypes
 import functools
 import json
@@ -19,9 +20,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec
 
+from trainer import orphans
 from trainer.child import Child, ChildError, Launch, Report, Spare, end_orphans, log_tail, machine
 from trainer.environment import worker_environment
-from trainer.heartbeat import HeartbeatError, read_beat_file
+from trainer.heartbeat import HeartbeatError, read_beat_file, read_canary
 from trainer.processes import look
 from trainer.snapshot import directory_of as snapshot_directory
 from trainer.snapshot import discard, list_snapshots, sweep
@@ -36,11 +38,16 @@ CHILDREN_KEPT = 16
 POLL_S = 10.0
 _RECORDS_AT_ONCE = 512
 _START_LIMIT_S = 10.0
+_ORPHAN_END_S = 10.0
 _PR_SET_CHILD_SUBREAPER = 36
 
 
 class Refused(Exception):
     """An order that this slot does not carry out; the text is the answer."""
+
+
+class Stale(Refused):
+    """An order of a daemon whose epoch is over; the answer says `stale` too."""
 
 
 P = ParamSpec("P")
@@ -55,6 +62,8 @@ def answers(
     def wrapped(self: "ResilientWorker", /, *args: P.args, **kwargs: P.kwargs) -> str:
         try:
             return json.dumps(method(self, *args, **kwargs))
+        except Stale as error:
+            return json.dumps({"error": str(error), "stale": True})
         except (Refused, ChildError) as error:
             return json.dumps({"error": str(error)})
         except Exception as error:  # what it was is for the daemon to read, not for Ray to pickle
@@ -67,11 +76,19 @@ class ResilientWorker:
     """One slot. Every method answers in JSON text: what it promises, or `{"error": text}`.
 
     `epoch` is the daemon's: an order of a lower one than the highest seen is refused. `cpus` and
-    `gpus` are what the slot holds, and what its children are told to use.
+    `gpus` are what the slot holds, and what its children are told to use. Where no daemon is heard
+    of for `orphan_after_s` (0: however long), it has its child save, and ends; `leave` is how.
     """
 
     def __init__(
-        self, job: str, run_dir: str, cpus: float, gpus: int, command: Sequence[str] = COMMAND
+        self,
+        job: str,
+        run_dir: str,
+        cpus: float,
+        gpus: int,
+        command: Sequence[str] = COMMAND,
+        orphan_after_s: float = 0.0,
+        leave: Callable[[], None] = orphans.leave_cluster,
     ) -> None:
         self._job = job
         self._run_dir = Path(run_dir)
@@ -90,6 +107,11 @@ class ResilientWorker:
         # What a child leaves behind becomes ours, to be ended and reaped by us.
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         self._orphans = end_orphans(self._run_dir, 5.0)
+        self._ready: set[int] = set()  # generations that hold a state
+        self._is_leaving = False
+        self._vigil = orphans.Vigil(orphan_after_s, self._canary)
+        if orphan_after_s > 0:
+            threading.Thread(target=self._keep_vigil, args=(leave,), daemon=True).start()
 
     @answers
     def describe(self) -> dict[str, Any]:
@@ -108,6 +130,7 @@ class ResilientWorker:
                 "gpus": _gpus(),
                 "epoch": self._epoch,
                 "last": self._last,
+                "leaving": self._is_leaving,
                 "orphans": [one.pid for one in self._orphans],
                 "children": [_describe_child(child) for child in children],
             }
@@ -259,9 +282,9 @@ class ResilientWorker:
 
     @answers
     def witness(self, generation: int) -> dict[str, Any]:
-        """A second opinion on a child, without its help: `alive`, `state`, `seq`, `phase`, `step`.
+        """A second opinion on a child, without its help: `alive`, `state`, and its beat file.
 
-        `seq`, `phase` and `step` are None as long as its loop has written nothing.
+        `seq`, `phase`, `step` and `beats` are None as long as its loop has written nothing.
         """
         return self._witness(generation)
 
@@ -273,8 +296,9 @@ class ResilientWorker:
         try:
             beat = read_beat_file(child.launch.beat_file)
         except (OSError, HeartbeatError):
-            return {**seen, "seq": None, "phase": None, "step": None}
-        return {**seen, "seq": beat.seq, "phase": beat.phase, "step": beat.step}
+            return {**seen, "seq": None, "phase": None, "step": None, "beats": None}
+        told = {"seq": beat.seq, "phase": beat.phase, "step": beat.step, "beats": beat.beats}
+        return {**seen, **told}
 
     def _start(
         self,
@@ -313,6 +337,8 @@ class ResilientWorker:
 
     def _publish(self, generation: int, rank: int, report: Report) -> None:
         with self._changed:
+            if report["report"] == "ready":
+                self._ready.add(generation)
             self._last += 1
             self._records.append(
                 {**report, "seq": self._last, "generation": generation, "rank": rank}
@@ -322,13 +348,79 @@ class ResilientWorker:
     def _admit(self, epoch: int) -> None:
         with self._changed:
             self._refuse_stale(epoch)
+            self._vigil.heard()
             if epoch > self._epoch:
                 self._epoch = epoch
                 self._changed.notify_all()  # the polls of an earlier daemon end
 
     def _refuse_stale(self, epoch: int) -> None:
         if epoch < self._epoch:
-            raise Refused(f"stale epoch {epoch}: this slot serves epoch {self._epoch}")
+            raise Stale(f"stale epoch {epoch}: this slot serves epoch {self._epoch}")
+
+    # Without a daemon
+
+    def _keep_vigil(self, leave: Callable[[], None]) -> None:
+        """Until no daemon has been heard of for too long; then end as orphans do, and leave."""
+        while True:
+            time.sleep(orphans.TICK_S)
+            if not self._vigil.is_over():
+                continue
+            child = self._trainee()
+            if child is None:
+                self._end_as_orphan(None)
+                break
+            crew = _crew_of(child)
+            trainee = _Trainee(self, child)
+            try:
+                if not orphans.gather(crew, trainee, self._vigil):
+                    continue
+                self._is_leaving = True
+                saved = self._save_as_orphan(crew, trainee)
+            except OSError as error:  # the disk may be away; what lies in memory stays there
+                print(f"orphans could not save: {error}", file=sys.stderr, flush=True)
+                saved = False
+            self._end_as_orphan(saved)
+            break
+        leave()
+
+    def _trainee(self) -> Child | None:
+        """The living child that holds a state; one that stands by holds none."""
+        with self._changed:
+            living = [one for one in self._children.values() if one.exit is None]
+            return next((one for one in living if one.launch.generation in self._ready), None)
+
+    def _save_as_orphan(self, crew: orphans.Crew, trainee: "_Trainee") -> bool:
+        last = orphans.save(crew, trainee)
+        if crew.rank != 0:
+            return bool(last and last.get("saved"))
+        step = int(last["step"]) if last is not None else -1
+        crew.tell(
+            "ended",
+            after_s=self._vigil.after_s,
+            at=time.time(),
+            step=step,
+            saved=step >= 0,
+            completed=trainee.report("completed", ever=True),
+        )
+        return step >= 0
+
+    def _end_as_orphan(self, saved: bool | None) -> None:
+        """End the children. Snapshots stay where they may be all that there is."""
+        self._is_leaving = True
+        for child in list(self._children.values()):
+            child.kill(_ORPHAN_END_S)
+        self._starter.submit(self._end_spare).result(_START_LIMIT_S)
+        if saved:
+            sweep(snapshot_directory(self._run_dir))
+
+    def _canary(self) -> str | None:
+        """What the daemon last wrote to the store; None where that cannot be read."""
+        with self._changed:
+            specs = [json.loads(child.launch.text) for child in self._children.values()]
+        spec = specs[-1] if specs else {}
+        if not spec.get("heartbeat"):
+            return None
+        return read_canary(spec["job"], spec["heartbeat"])
 
     def _child(self, generation: int) -> Child:
         child = self._children.get(generation)
@@ -341,6 +433,42 @@ class ResilientWorker:
             held = self._reserved.pop(generation, None)
         if held is not None:
             held.close()
+
+
+class _Trainee:
+    """A child as `trainer.orphans` sees it; what it said before it became an orphan is old."""
+
+    def __init__(self, slot: ResilientWorker, child: Child) -> None:
+        self._slot, self._its = slot, child
+        self._since = slot._last
+
+    def is_alive(self) -> bool:
+        """Whether its exit is not known yet."""
+        return self._its.exit is None
+
+    def order(self, **order: Any) -> None:
+        """Pass an order on; one that has ended takes none."""
+        with contextlib.suppress(ChildError):
+            self._its.order(json.dumps(order))
+
+    def report(self, *kinds: str, ever: bool = False) -> Report | None:
+        """Its last report of these kinds, since it is an orphan or ever."""
+        with self._slot._changed:
+            for record in reversed(self._slot._records):
+                if record["seq"] <= self._since and not ever:
+                    return None
+                if (
+                    record["generation"] == self._its.launch.generation
+                    and record["report"] in kinds
+                ):
+                    return record
+        return None
+
+
+def _crew_of(child: Child) -> orphans.Crew:
+    launch = child.launch
+    world_size = int(json.loads(launch.text)["world_size"])
+    return orphans.crew_of(launch.run_dir, launch.generation, launch.rank, world_size)
 
 
 def _describe_child(child: Child) -> dict[str, Any]:

@@ -310,6 +310,17 @@ class SlotLost(GenerationEvent):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WorkersOrphaned(GenerationEvent):
+    """No daemon lived for too long: the workers ended by themselves, and their slots with them.
+
+    `step` is what they saved, -1 if they could not.
+    """
+
+    step: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NodeLost(GenerationEvent):
     """A node left the cluster, and its slots and workers with it."""
 

@@ -451,6 +451,10 @@ class Job:
         """What fails on the way back belongs to the incident that is under way."""
         self.free = True
 
+    def charge_nobody(self, event: Event) -> None:
+        """Restarts of the daemon are never charged, however late they come."""
+        self.free = True
+
     def name_culprit(self, event: Event) -> None:
         """A primary cause turned up within the last-call window."""
         assert self.incident is not None

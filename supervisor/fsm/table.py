@@ -226,6 +226,13 @@ FAILURES = [
         for event in (e.SlotLost, e.NodeLost)
     ],
     on(
+        e.WorkersOrphaned,
+        SETTLED,
+        S.DRAINING,
+        "they were told to end where nobody supervises them; the daemon's absence costs no budget",
+        do="drain_to_recover open_incident charge_nobody lose_slots kill_workers",
+    ),
+    on(
         e.ClusterLost,
         SETTLED,
         S.DRAINING,
@@ -371,13 +378,10 @@ DRAINING = [
         "the last step was committed after all: nothing is left to do",
         do="drain_to_complete",
     ),
-    on(
-        e.ClusterLost,
-        S.DRAINING,
-        None,
-        "evidence, no new failure",
-        do="lose_slots",
-    ),
+    *[
+        on(event, S.DRAINING, None, "evidence, no new failure", do="lose_slots")
+        for event in (e.ClusterLost, e.WorkersOrphaned)
+    ],
     *[
         row
         for event, more in ((e.WorkersGone, ""), (e.ExitUnproven, "quarantine_slots "))

@@ -22,7 +22,7 @@ import psutil
 import redis
 
 from supervisor import history
-from supervisor.embedded import EmbeddedRay, EmbeddedRedis, RedisAddress, authenticate
+from supervisor.embedded import EmbeddedRay, EmbeddedRedis, authenticate
 from tests.benchmarks.overhead import kinds_of
 from tests.benchmarks.report import (
     circumstances,
@@ -35,6 +35,7 @@ from tests.benchmarks.report import (
 )
 from tests.benchmarks.supervised import Row, Supervised, folder_of, measure_this_tree
 from tests.faults.harness import MARK, SHARED_MEMORY
+from trainer.heartbeat import StoreAddress
 from trainer.processes import environment, look_at_all
 from trainer.snapshot import directory_of
 
@@ -76,7 +77,7 @@ def measure(
 
 
 @contextlib.contextmanager
-def _cluster(folder: Path, mark: str) -> Iterator[tuple[str, RedisAddress]]:
+def _cluster(folder: Path, mark: str) -> Iterator[tuple[str, StoreAddress]]:
     """A Ray head and a Redis of the benchmark's own, with the mark of the job."""
     folder.mkdir()
     authenticate(folder)
@@ -207,7 +208,7 @@ def _listening(run: Supervised) -> set[int]:
     }
 
 
-def _left_in_cluster(address: str, store: RedisAddress) -> list[str]:
+def _left_in_cluster(address: str, store: StoreAddress) -> list[str]:
     import ray
     from ray.util import list_named_actors, placement_group_table
 

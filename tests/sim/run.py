@@ -10,14 +10,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from supervisor.adoption import go_on, inherit
+from supervisor.adoption import bring_down, go_on, inherit
 from supervisor.daemon import Clock, Daemon, header_of
 from supervisor.fsm import effects as x
 from supervisor.fsm import events as e
 from supervisor.fsm.job import Job, Limits
 from supervisor.fsm.states import TERMINAL
 from supervisor.heartbeats import Deadlines, HeartbeatMonitor, Suspicion, watch
-from supervisor.journal import Journal, Record, read_journal
+from supervisor.journal import ROLL_BYTES, Journal, Record, read_history
 from supervisor.past import past_of
 from supervisor.performers import Performers, restore_point_of
 from supervisor.workers import silence
@@ -35,7 +35,7 @@ LIMIT_S = 100_000.0
 class Sim:
     """A finished run."""
 
-    status: int
+    status: int | None
     daemon: Daemon
     cluster: SimCluster
     disk: SimDisk
@@ -94,11 +94,15 @@ def simulate(
     disk: SimDisk | None = None,
     die_after: int | None = None,
     dead_s: float = 2.0,
+    roll_bytes: int = ROLL_BYTES,
+    fence: Callable[[], None] = lambda: None,
+    renews: bool = False,
 ) -> Any:
     """Run to the end; a Sim. `meddle` maps virtual seconds to what is done to (daemon, cluster).
 
     With `die_after` the daemon is killed after that line and another starts `dead_s` later; None
-    if there was nothing left to do for it.
+    if there was nothing left to do for it. With `renews` that one goes on only until workers must
+    be started anew, and the rest is a run of its own.
     """
     loop = VirtualLoop()
 
@@ -106,7 +110,8 @@ def simulate(
         kept = disk or SimDisk(script)
         kept.script = script
         cluster = SimCluster(script, kept)
-        life = functools.partial(_life, path, script, limits or Limits(), cluster, kept)
+        given = (path, script, limits or Limits(), cluster, kept)
+        life = functools.partial(_life, *given, roll_bytes=roll_bytes, fence=fence)
         try:
             if die_after is None:
                 return await life(meddle or {}, epoch)
@@ -120,7 +125,8 @@ def simulate(
                 records = Journal(path, epoch=0).records
                 if inherit(records) is None and past_of(records).state in SAFE_STATES:
                     return None
-                return await life(later, epoch + 1)
+                sim = await life(later, epoch + 1, renews=renews)
+                return sim if sim.status is not None else await life({}, epoch + 1, anew=True)
         finally:
             await cluster.end_all()
 
@@ -139,6 +145,11 @@ async def _life(
     meddle: dict[float, Meddling],
     epoch: int,
     die_after: int = 10**9,
+    *,
+    roll_bytes: int,
+    fence: Callable[[], None],
+    renews: bool = False,
+    anew: bool = False,
 ) -> Sim:
     """One daemon, from its start to its end or its death."""
     store = SimStore(JOB, cluster)
@@ -148,7 +159,7 @@ async def _life(
     journal = MortalJournal(path, epoch=epoch)
     journal.last = die_after
     past = past_of(journal.records)
-    inherited = inherit(journal.records)
+    inherited = None if anew else inherit(journal.records)
     clock = Clock(wall=1_000_000.0 * epoch)
     blind_at = 0.0
 
@@ -171,6 +182,7 @@ async def _life(
             on_action=daemon.note_action,
             on_bug=daemon.note_bug,
             on_change=daemon.wake,
+            fence=fence,
         )
 
     daemon = Daemon(
@@ -189,6 +201,9 @@ async def _life(
         clock=clock,
         header=header_of(job=JOB, limits=asdict(limits), settings_digest="0" * 16),
         performers_of=performers_of,
+        roll_bytes=roll_bytes,
+        fence=fence,
+        renews=renews,
     )
 
     def take(record: Record) -> None:
@@ -233,9 +248,14 @@ async def _life(
     ]
     try:
         if inherited:
-            status = await go_on(daemon, inherited, epoch=epoch)
+            status = await go_on(daemon, inherited, epoch=epoch, ended=script.orphans_ended)
         else:
+            if past.state not in {"", *SAFE_STATES}:
+                await bring_down(daemon, past)
             status = await daemon.run(after=past.state)
+        if status is None:
+            await daemon.performers.call_off()
+            await cluster.release(forget=False)
     finally:
         cluster.on_record = cluster.on_slot_lost = lambda *_: None
         for meddling in meddlings:
@@ -251,7 +271,7 @@ async def _life(
         cluster=cluster,
         disk=disk,
         store=store,
-        records=list(read_journal(path)),
+        records=list(read_history(path)),
         virtual_s=loop.time(),
     )
 

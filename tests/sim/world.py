@@ -78,6 +78,7 @@ class Script:
     store_away: tuple[float, float] = (FOREVER, FOREVER)
     disk_unreadable: tuple[float, float] = (FOREVER, FOREVER)
     last_save_hangs: bool = False
+    orphans_ended: Record | None = None  # how, while no daemon was there
     quarantine_fails: bool = False
     prune_fails: bool = False
 
@@ -168,6 +169,9 @@ class SimCluster:
         )
 
     async def adopt(self, placement: int) -> dict[int, dict[int, int]] | None:
+        if self.script.orphans_ended is not None:
+            await self.end_all()
+            return None
         for record in list(self.history):
             asyncio.get_running_loop().call_soon(self.on_record, record)
         children: dict[int, dict[int, int]] = {}
@@ -271,7 +275,7 @@ class SimCluster:
             }
         return found
 
-    async def release(self) -> None:
+    async def release(self, *, forget: bool = True) -> None:
         """As the real one does: no child outlives its slot."""
         self.calls.append("release")
         await self.end_all()

@@ -18,6 +18,7 @@ import structlog
 from supervisor.cli import main
 from supervisor.control import Answer, Control, Request
 from supervisor.errors import AlreadyRunning
+from supervisor.incidents import write_summary
 from supervisor.journal import encode
 from supervisor.lock import acquire
 
@@ -106,8 +107,8 @@ def fake_run(monkeypatch: pytest.MonkeyPatch, run: Callable[..., int]) -> None:
     """Put a daemon in place that ends at once."""
     module = types.ModuleType("supervisor.assembly")
 
-    async def run_daemon(*arguments: object) -> int:
-        return run(*arguments)
+    async def run_daemon(*arguments: object, **options: object) -> int:
+        return run(*arguments, *options.items())
 
     module.run_daemon = run_daemon  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "supervisor.assembly", module)
@@ -190,11 +191,15 @@ def test_status_reads_the_files_when_the_daemon_is_gone(
     """After `kill -9` of the daemon the first question is how far the job was."""
     write_journal(run_dir)
     torn = '{"step": 25, "gen'
+    incident = {"number": 3, "event": "worker_crashed", "cause": "worker", "ranks": [1]}
+    incident |= {"victims": [0], "story": "rank 1 ended by SIGKILL"}
+    write_summary(run_dir, 3, {**incident, "opened_at": 7.0, "error": ""})
     (run_dir / "metrics.jsonl").write_text(f'{{"step": 24, "generation": 4, "loss": 2.5}}\n{torn}')
     assert main(["status", "--json", "--config", str(config)]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["supervisor"] is None
     assert (answer["state"], answer["generation"], answer["step"]) == ("RUNNING", 4, 25)
+    assert answer["incident"] == {**incident, "at": 7.0}
     assert answer["restore_point"] == {"kind": "checkpoint", "step": 20, "verified": True}
     assert answer["loss"] == 2.5
     assert answer["last_event"]["event"] == "checkpoint_committed"
@@ -353,8 +358,9 @@ def test_a_run_ends_with_the_status_of_its_daemon(
         return 75
 
     fake_run(monkeypatch, run)
-    assert main(["--config", str(config), "--set", "trainer.steps=50"]) == 75
-    settings, origins, config_path, terminal = seen
+    assert main(["--config", str(config), "--set", "trainer.steps=50", "--take-over"]) == 75
+    settings, origins, config_path, terminal, option = seen
+    assert option == ("take_over", True)
     assert settings.trainer.steps == 50
     assert origins["trainer.steps"] == "--set"
     assert config_path == config

@@ -16,15 +16,19 @@ from typing import Any, TypeVar
 import psutil
 import pytest
 
+from supervisor import ray_calls
 from supervisor.cluster import (
     ClusterError,
     PlacementTimedOut,
     RayCluster,
     SlotSilent,
+    SlotsSetAside,
     StartFailed,
 )
 from supervisor.embedded import EmbeddedRay, authenticate
-from supervisor.ray_calls import Node, rank_order, shortage
+from supervisor.ray_calls import Node, addresses_elsewhere, rank_order, shortage
+from tests.hold import held
+from trainer.child import RUN, SLOT, machine
 from trainer.processes import look
 
 T = TypeVar("T")
@@ -44,6 +48,7 @@ class Needs:
     gpus_per_worker: int = 0
     resources_per_worker: Mapping[str, float] = field(default_factory=dict)
     placement: str = "pack"
+    placement_timeout_s: float = 60.0
 
 
 class Story:
@@ -53,6 +58,7 @@ class Story:
         self.cluster_lost: list[str] = []
         self.records: list[tuple[float, dict[str, Any]]] = []
         self.lost: list[tuple[float, tuple[int, ...], str, bool]] = []
+        self.stale: list[str] = []
         self.run_dir = run_dir
         self.cluster = RayCluster(
             Needs(**needs),
@@ -61,6 +67,7 @@ class Story:
             lambda record: self.records.append((time.monotonic(), record)),
             lambda *loss: self.lost.append((time.monotonic(), *loss)),
             on_cluster_lost=self.cluster_lost.append,
+            on_stale=self.stale.append,
             command=[sys.executable, str(STAND_IN)],
         )
 
@@ -175,6 +182,33 @@ def test_a_job_that_can_never_fit_is_told_what_is_missing(
 ) -> None:
     """Never feasible and not now look the same from outside: both wait for ever."""
     assert shortage(bundle, workers, placement, living) == answer
+
+
+def test_a_node_on_another_host_is_told_from_one_more_on_this() -> None:
+    """The job's own Redis listens on loopback: workers elsewhere would beat in vain, for ever."""
+    here = [node("127.0.0.1"), node("::1")]
+    assert addresses_elsewhere(here) == []
+    assert addresses_elsewhere([*here, node("203.0.113.7"), node("2001:db8::7")]) == [
+        "2001:db8::7",
+        "203.0.113.7",
+    ]
+
+
+def test_a_cluster_of_several_hosts_is_refused_where_redis_is_on_loopback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loop: asyncio.Runner
+) -> None:
+    """The workers elsewhere would beat in vain, and be judged by half of what there is to see."""
+    nodes = [node("127.0.0.1", CPU=8.0), node("203.0.113.7", CPU=8.0)]
+    monkeypatch.setattr(ray_calls, "nodes", lambda: nodes)
+    ours, others = (
+        RayCluster(Needs(), tmp_path, 1, print, print, why_one_host=why)
+        for why in ("Redis is on loopback", "")
+    )
+    told = str(loop.run(ours.shortage()))
+    assert told == "cannot run on a cluster with 203.0.113.7: Redis is on loopback"
+    assert loop.run(others.shortage()) is None
+    del nodes[1]
+    assert loop.run(ours.shortage()) is None
 
 
 def test_ranks_go_by_node_then_by_device() -> None:
@@ -351,6 +385,34 @@ def test_a_placement_that_can_never_be_says_so(story: Story, run: Run[Any], run_
     run(scenario())
 
 
+def test_a_node_where_a_process_cannot_be_ended_is_used_no_more_until_it_is_gone(
+    story: Story, run: Run[Any], run_dir: Path
+) -> None:
+    """A device that a dead generation still holds: the next one must not be put beside it."""
+    dead = "1 1.0"  # no slot of this pid started then
+    marks = {RUN: str(run_dir), SLOT: f"{machine()} {dead}"}
+    command = [sys.executable, "-c", "import time; time.sleep(600)"]
+
+    async def scenario(pid: int) -> None:
+        with pytest.raises(SlotsSetAside, match=f"where pid {pid} .* cannot be ended"):
+            await story.cluster.place(1, 60)
+        short = str(await story.cluster.shortage())
+        assert short.startswith("needs 2 CPUs, the cluster has 0; set aside: ")
+        assert f"pid {pid}" in short
+        with pytest.raises(ClusterError, match=f"cannot be ended: pid {pid}"):
+            await story.cluster.sweep()
+
+    async def afterwards() -> None:
+        assert await story.cluster.shortage() is None
+        assert len(await story.cluster.place(2, 60)) == 2
+
+    with subprocess.Popen(command, env={**os.environ, **marks}) as orphan:
+        with held(orphan.pid):
+            run(scenario(orphan.pid))
+        orphan.wait(10)
+    run(afterwards())
+
+
 def test_resources_come_back_each_time(story: Story, run: Run[Any]) -> None:
     """Removing a placement group is asynchronous: the next one found the cluster full."""
 
@@ -402,6 +464,7 @@ def test_what_a_killed_daemon_left_is_swept_by_the_next_and_by_no_earlier_one(
         with pytest.raises(ClusterError, match="stale epoch 1"):
             await story.cluster.sweep()
         assert not any(map(is_gone, [*actors, *children]))
+        assert "this slot serves epoch" in story.stale[0]  # by which its daemon knows to end
         successor = Story(run_dir, epoch=6)
         swept = await successor.cluster.sweep()
         assert sorted(name.split(":", 3)[3] for name in swept) == [

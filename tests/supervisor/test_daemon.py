@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import itertools
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from supervisor.daemon import Clock, _merged
-from supervisor.errors import DeveloperError, DiskError
+from supervisor.daemon import Clock, Daemon, _merged
+from supervisor.errors import DeveloperError, DiskError, JournalLost, Superseded
 from supervisor.fsm import events as e
 from supervisor.journal import Journal, read_journal
 from supervisor.replay import replay_file
 from tests.sim.run import simulate
-from tests.sim.world import Fault, Script
+from tests.sim.world import Fault, Script, SimCluster
 from tests.supervisor.virtual import VirtualLoop
 
 ROOT = Path(__file__).parents[2]
@@ -86,6 +89,59 @@ def test_while_the_journal_cannot_be_written_nothing_is_done_and_training_goes_o
     assert replay_file(path).difference == ""
 
 
+def test_a_daemon_that_can_write_nothing_ends_at_the_second_signal_and_leaves_the_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a full disk Ctrl-C did nothing, however often: only SIGKILL was left."""
+    path = tmp_path / "journal.jsonl"
+    real_append = Journal.append
+
+    def append(self: Journal, records: Any, *, durable: bool = True) -> None:
+        if asyncio.get_running_loop().time() >= 10.0:
+            raise DiskError("the disk is full")
+        real_append(self, records, durable=durable)
+
+    calls: list[str] = []
+
+    def interrupt(daemon: Daemon, cluster: SimCluster) -> None:
+        calls[:] = cluster.calls
+        daemon.interrupt(signal.SIGINT)
+
+    monkeypatch.setattr(Journal, "append", append)
+    with pytest.raises(JournalLost, match=r"the disk is full; .* the workers go on") as caught:
+        simulate(path, Script(steps=10_000), meddle={12.0: interrupt, 20.0: interrupt})
+    assert caught.value.exit_status == 75
+    assert not [call for call in calls if call.startswith(("kill", "release"))]
+
+
+def test_a_daemon_whose_epoch_is_over_writes_nothing_and_orders_nothing(tmp_path: Path) -> None:
+    """It was frozen while another took the job over; a crash is the first thing it hears of."""
+    path = tmp_path / "journal.jsonl"
+    asked: list[float] = []
+
+    def fence() -> None:
+        asked.append(asyncio.get_running_loop().time())
+        if asked[-1] >= 10.0:
+            raise Superseded("epoch 1 is over: pid 7 runs this job now")
+
+    ended: list[list[str]] = []
+
+    class Watched(SimCluster):
+        async def end_all(self) -> None:
+            ended.append(list(self.calls))
+            await super().end_all()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tests.sim.run.SimCluster", Watched)
+        with pytest.raises(Superseded, match="pid 7") as caught:
+            simulate(path, Script(faults=[Fault(kind="kill", step=15)]), fence=fence)
+    assert caught.value.exit_status == 73
+    assert max(asked) < 11.0  # the next checkpoint would have been its next line
+    assert ended == [["connect", "place 1", "start 1"]]
+    moves = [record for record in read_journal(path) if record["kind"] == "move"]
+    assert all(move["event"]["at"] < 1_000_010 for move in moves)
+
+
 def test_a_bug_ends_the_daemon_with_its_story(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,6 +207,27 @@ def test_the_clock_never_goes_back() -> None:
         assert loop.run_until_complete(readings()) == [5000.0, 5002.5]
     finally:
         loop.close()
+
+
+def test_a_wall_clock_that_jumps_changes_no_decision(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An NTP step of an hour must neither end a lease nor stretch a deadline (CASES 25)."""
+
+    def script() -> Script:
+        faults = [Fault(kind="stuck", step=12), Fault(kind="kill", generation=2, step=25)]
+        return Script(faults=faults)
+
+    steady = simulate(tmp_path / "steady.jsonl", script())
+    true_time, calls = time.time, itertools.count()
+    # An hour ahead, an hour back, at each look.
+    monkeypatch.setattr(time, "time", lambda: true_time() + 3600 * (-1) ** next(calls))
+    jumpy = simulate(tmp_path / "jumpy.jsonl", script())
+    assert "progress_stalled" in steady.names
+    assert jumpy.names == steady.names
+    assert [move["event"]["at"] for move in jumpy.moves] == [
+        move["event"]["at"] for move in steady.moves
+    ]
 
 
 def test_the_daemon_imports_neither_jax_nor_orbax() -> None:

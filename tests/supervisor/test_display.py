@@ -79,6 +79,8 @@ def test_what_an_operator_must_know_is_on_the_screen() -> None:
     assert "hangs are not noticed" in text
     assert "the next retry is in 4 s" in text
     assert "nothing is decided" in text_of({"journal_lost_since": 1.0})
+    told = text_of({"settings_changed": ["trainer.steps", "cluster.workers"]})
+    assert "counting when workers start anew: trainer.steps, cluster.workers" in told
     assert "DRAINING to recover" in text_of({"state": "DRAINING", "purpose": "recover"})
 
 

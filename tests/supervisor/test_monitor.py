@@ -103,6 +103,18 @@ def test_a_missing_key_is_unknown_and_not_silent():
     assert world.run(60.0) == []
 
 
+def test_a_rank_that_waits_and_cannot_reach_the_store_lives_by_the_word_of_its_slot():
+    """A slow store let standbys look dead, and each new one after them."""
+    world = World(two([*STARTUP, *steps([0.2] * 5)]))
+    assert world.run(60.0) == []
+    world.ranks[1].cut_at = world.now
+    assert world.run(400.0) == []
+    assert world.monitor.broken_paths() == ((1, 1),)
+    world.ranks[1].mute_at = world.now  # now its thread is dead indeed
+    _, verdict = world.run(world.now + 3 * LEASE_S)[0]
+    assert (verdict.kind, verdict.ranks) == ("heartbeat_lost", (1,))
+
+
 def test_a_rank_that_waits_is_judged_by_its_liveness_only():
     """Whoever is done waits for the others, or for a promotion, for as long as that takes."""
     world = World(two([*STARTUP, *steps([0.2] * 5)]))

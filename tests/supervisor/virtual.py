@@ -111,7 +111,9 @@ class VirtualRank:
         """What the second witness says."""
         seq, phase, step, _ = self.position(now)
         state = "T" if now >= self.stopped_at else "S"
-        return {"alive": True, "state": state, "seq": seq, "phase": phase, "step": step}
+        beats = int((min(now, self.mute_at, self.stopped_at) - self.offset_s) // EVERY_S) + 1
+        told = {"seq": seq, "phase": phase, "step": step, "beats": max(0, beats)}
+        return {"alive": True, "state": state, **told}
 
 
 @dataclass

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from trainer.config import DataSettings
-from trainer.data import Text, held_out_rows, read_text, train_rows, unigram_entropy
+from trainer.data.windows import Text, held_out_rows, read_text, train_rows, unigram_entropy
 from trainer.settings import SettingsError
 
 GOLDEN = [80, 130, 120, 192]

@@ -16,6 +16,7 @@ from trainer.heartbeat import (
     BeatMessage,
     BeatSender,
     HeartbeatError,
+    StoreAddress,
     beat_key,
     connect,
     read_beat_file,
@@ -103,6 +104,33 @@ def test_the_file_shows_what_the_loop_last_did(tmp_path: Path) -> None:
     assert (view.seq, view.phase, view.step) == (2, "step", 4)
 
 
+def test_the_file_counts_the_sends_whether_they_arrive_or_not(tmp_path: Path) -> None:
+    """A standby does no steps: only its thread can show the slot that it lives."""
+    beat, store = Beat(tmp_path / "beat"), Store()
+    store.away = True
+    thread = sender(beat, store)
+    thread.start()
+    for _ in range(3):
+        assert store.seen.acquire(timeout=5)
+    thread.end()
+    thread.join(5)
+    view = read_beat_file(tmp_path / "beat")
+    assert view.beats == thread.beats >= 3
+    assert (view.seq, view.phase, view.step) == (0, "initialize", -1)
+
+
+def test_a_disk_without_room_for_the_file_costs_the_witness_and_not_the_training(
+    tmp_path: Path,
+) -> None:
+    """64 bytes that a full disk refuses are no reason to lose a day of training."""
+    beat = Beat(tmp_path / "missing" / "beat")
+    assert "missing/beat: No such file" in beat.no_file
+    beat.enter("step", 1)
+    beat.count(3)
+    assert (beat.seq, beat.phase) == (1, "step")
+    assert Beat(tmp_path / "beat").no_file == ""
+
+
 def test_a_file_that_is_no_beat_is_an_error(tmp_path: Path) -> None:
     """A witness that cannot see must say so."""
     (tmp_path / "short").write_bytes(b"abc")
@@ -148,7 +176,8 @@ def test_an_absent_store_costs_a_count_and_nothing_else(tmp_path: Path) -> None:
 
 def test_the_client_gives_up_within_its_time_and_does_not_retry() -> None:
     """redis-py alone would hold a thread for a minute at a frozen server."""
-    client = connect("127.0.0.1", 6399, "secret")(0.2)
+    address = StoreAddress(host="127.0.0.1", port=6399, password="secret")
+    client = connect(address)(0.2)
     options = client.connection_pool.connection_kwargs
     assert options["socket_timeout"] == options["socket_connect_timeout"] == 0.2
     assert options["retry"].get_retries() == 0

@@ -1,0 +1,78 @@
+"""The settings that the workers of a run were started with, kept for the daemons that come later.
+
+A run goes on under them until its workers start anew; nothing is decided here. The password of a
+store is never written: it counts as it is now.
+"""
+
+import hashlib
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from supervisor.config import Settings, effective
+from supervisor.redis_address import masked
+
+SETTINGS_FILE = "settings.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InForce:
+    """What a run goes on under. `changed` are the keys whose new values wait for new workers.
+
+    `settings` is None where it is not known what the workers were started with.
+    """
+
+    settings: Settings | None
+    changed: tuple[str, ...] = ()
+
+
+def digest_of(settings: Settings) -> str:
+    """Names settings in the header of a journal; not the password, for guesses to be tried on."""
+    return hashlib.sha256(json.dumps(_table(settings), sort_keys=True).encode()).hexdigest()[:16]
+
+
+def keep(run_dir: Path, settings: Settings) -> None:
+    """Write down what workers are about to be started with. Raises OSError."""
+    path = run_dir / SETTINGS_FILE
+    temporary = path.with_name(f"{SETTINGS_FILE}.new")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        json.dump({"digest": digest_of(settings), "settings": _table(settings)}, file, indent=2)
+        file.flush()
+        os.fsync(descriptor)
+    temporary.replace(path)
+
+
+def recall(run_dir: Path, digest: str, now: Settings) -> InForce:
+    """What a run whose header bears `digest` was started with, beside the settings of now."""
+    if digest == digest_of(now):
+        return InForce(settings=now)
+    try:
+        kept = json.loads((run_dir / SETTINGS_FILE).read_text(encoding="utf-8"))
+        if kept["digest"] != digest:
+            return InForce(settings=None)
+        found = kept["settings"]
+        url = found["heartbeats"]["redis_url"]
+        if url == masked(now.heartbeats.redis_url):
+            found["heartbeats"]["redis_url"] = now.heartbeats.redis_url
+        elif "***" in url:
+            return InForce(settings=None)  # of another server, whose password is not known any more
+        former = Settings.model_validate(found)
+    except (OSError, ValueError, KeyError, TypeError, ValidationError):
+        return InForce(settings=None)
+    return InForce(settings=former, changed=_changes(former, now))
+
+
+def _changes(former: Settings, now: Settings) -> tuple[str, ...]:
+    then, new = effective(former, {}), effective(now, {})
+    return tuple(key for key in new if then[key]["value"] != new[key]["value"])
+
+
+def _table(settings: Settings) -> dict[str, Any]:
+    table = settings.model_dump(mode="json")
+    table["heartbeats"]["redis_url"] = masked(settings.heartbeats.redis_url)
+    return table

@@ -1,0 +1,178 @@
+"""Rows of tokenised documents in a shuffled order that can be entered at any step; a `Source`."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from typing import Any, Literal
+from zipfile import BadZipFile
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainer.config import DataSettings
+from trainer.data import plan
+from trainer.data.plan import Pieces, Plan
+from trainer.data.store import Store, Tokens
+from trainer.settings import SettingsError
+
+Packing = Literal["stream", "documents", "none"]
+
+EXTRA = "pip install 'everstep[finetune]'"
+_PLAN_VERSION = 1
+"""Another one where the same store gives other rows."""
+
+
+class PackedRows:
+    """Every row once an epoch, in an order of `grain` that is another in each epoch.
+
+    The global batch of a step is the next `batch_size` rows of this endless order, so that it may
+    span two epochs; no rank ever has fewer rows than another.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        packing: Packing,
+        settings: DataSettings,
+        *,
+        seed: int,
+        held_out_batches: int,
+        byte_tokens: bool,
+    ) -> None:
+        """Raises `SettingsError` where the data are too few for one global batch."""
+        self._store, self._packing, self._count = store, packing, settings.batch_size
+        self._length, self._held_out_batches = settings.sequence_length, held_out_batches
+        self._dtype = np.uint8 if byte_tokens else np.int32
+        self._weighed = packing != "stream" or store.facts.masked
+        self._train = self._plan("train", store.train)
+        self._held_out = self._plan("held_out", store.held_out)
+        self._refuse_too_few(settings)
+        self._order = _shuffled(len(self._train), seed)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Targets of a global batch, those that do not count included."""
+        return self._count * self._length
+
+    def train_rows(self, step: int, rows: slice) -> dict[str, NDArray[Any]]:
+        """See `Rows`."""
+        places = range(step * self._count, (step + 1) * self._count)[rows]
+        return self._rows(self._store.train, self._train, self._ids(places))
+
+    def held_out_rows(self, index: int, rows: slice) -> dict[str, NDArray[Any]]:
+        """See `Rows`; the batches are spread evenly over what is held out."""
+        places = range(index * self._count, (index + 1) * self._count)[rows]
+        wanted = self._held_out_batches * self._count
+        chosen = [place * len(self._held_out) // wanted for place in places]
+        return self._rows(self._store.held_out, self._held_out, chosen)
+
+    def sample_ids(self, step: int) -> list[int]:
+        """The numbers of the rows in the plan."""
+        return self._ids(range(step * self._count, (step + 1) * self._count))
+
+    def position(self, step: int) -> dict[str, int]:
+        """Whole passes over all rows, and rows drawn."""
+        return {
+            "epoch": step * self._count // len(self._train),
+            "samples": step * self._count,
+            "rows_an_epoch": len(self._train),
+        }
+
+    def facts(self) -> dict[str, Any]:
+        """The data by their digest, what became of them, and their entropy in nats a token."""
+        facts = self._store.facts
+        return {
+            "data_sha256": facts.digest,
+            "data_documents": facts.train_documents,
+            "data_tokens": facts.train_tokens,
+            "data_rows": len(self._train),
+            "data_packing": self._packing,
+            "held_out_documents": facts.held_out_documents,
+            "held_out_tokens": facts.held_out_tokens,
+            "unigram_entropy": facts.entropy,
+        }
+
+    def _ids(self, places: range) -> list[int]:
+        return [int(self._order[place]) for place in places]
+
+    def _rows(self, tokens: Tokens, rows: Plan, chosen: Sequence[int]) -> dict[str, NDArray[Any]]:
+        shape = (len(chosen), self._length + 1)
+        ids = np.zeros(shape, self._dtype)
+        segments = np.zeros(shape, np.int32)
+        weights = np.zeros((len(chosen), self._length), np.float32)
+        for index, row in enumerate(chosen):
+            at = 0
+            first, last = int(rows.first[row]), int(rows.first[row + 1])
+            for number, piece in enumerate(range(first, last), 1):
+                start, size = int(rows.pieces.start[piece]), int(rows.pieces.length[piece])
+                ids[index, at : at + size] = tokens.ids(start, start + size)
+                segments[index, at : at + size] = number
+                counts = tokens.counts(start + 1, start + size)
+                weights[index, at : at + size - 1] = counts
+                at += size
+        batch: dict[str, NDArray[Any]] = {"tokens": ids}
+        if self._weighed:
+            batch["weights"] = weights
+        if self._packing == "documents":
+            batch["segments"] = segments
+        return batch
+
+    def _plan(self, half: str, tokens: Tokens) -> Plan:
+        """The plan of one half, kept beside the tokens: a million documents take a second."""
+        name = f"{half}-{self._packing}-{self._length}-{_PLAN_VERSION}.npz"
+        path = self._store.path / name
+        try:
+            with np.load(path) as kept:
+                pieces = Pieces(start=kept["start"], length=kept["length"])
+                return Plan(pieces=pieces, first=kept["first"])
+        except (OSError, BadZipFile, ValueError, KeyError):
+            made = _make_plan(self._packing, tokens, self._length)
+        draft = path.with_name(f"{name}.{os.getpid()}")
+        with draft.open("wb") as opened:
+            pieces = made.pieces
+            np.savez(opened, start=pieces.start, length=pieces.length, first=made.first)
+        draft.replace(path)
+        return made
+
+    def _refuse_too_few(self, settings: DataSettings) -> None:
+        rows, held_out = len(self._train), len(self._held_out)
+        if rows >= self._count and held_out:
+            return
+        facts = self._store.facts
+        found = (
+            f"{facts.train_documents} documents of {facts.train_tokens} tokens to train on make "
+            f"{rows} rows of sequence_length = {self._length}, and one step takes {self._count}"
+            if rows < self._count
+            else f"{facts.held_out_documents} held-out documents of {facts.held_out_tokens} tokens "
+            f"make no row of sequence_length = {self._length}"
+        )
+        raise SettingsError(
+            f"[trainer.data] path = {list(settings.path)}: {found}; give more data, a smaller "
+            "batch_size or sequence_length, another held_out_fraction, or held-out data in "
+            "held_out_path"
+        )
+
+
+def _make_plan(packing: Packing, tokens: Tokens, length: int) -> Plan:
+    if packing == "stream":
+        pieces = plan.cut_stream(len(tokens), length)
+    else:
+        pieces = plan.cut_documents(tokens.ends, length)
+    if tokens.masked:
+        pieces = plan.that_count(pieces, tokens.counts(0, len(tokens)))
+    return plan.pack(pieces, length + 1) if packing == "documents" else plan.one_each(pieces)
+
+
+def _shuffled(rows: int, seed: int) -> Any:
+    """The endless order of the rows: `order[place]`, shuffled anew every `rows` places."""
+    try:
+        import grain
+    except ModuleNotFoundError:
+        raise SettingsError(
+            f"[trainer.data] path: data of this format need the package grain: {EXTRA}"
+        ) from None
+    # grain takes 32 bits, and seed + 1 in one epoch is seed in the next: spread them first.
+    short = int.from_bytes(hashlib.sha256(f"order {seed}".encode()).digest()[:4], "little")
+    return grain.MapDataset.range(rows).shuffle(seed=short).repeat()
