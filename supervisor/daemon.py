@@ -245,7 +245,7 @@ class Daemon:
                 if self.journal_lost_since is None:
                     self.journal_lost_since = self.clock()
                     log.error("journal_lost", why=str(error), consequence="no order is given")
-                if self._stops > 1:
+                if self.stops > 1:
                     self.note_superseded(
                         JournalLost(
                             f"{error}; so nothing can be stopped in order: the daemon ends, the "
