@@ -4,7 +4,6 @@ It connects; what happens is decided in `fsm` and done by the performers.
 """
 
 import asyncio
-import os
 import signal
 import time
 from collections.abc import Callable, Coroutine, Mapping
@@ -43,7 +42,7 @@ from supervisor.journal import JOURNAL_FILE, Journal
 from supervisor.lock import Lock, acquire
 from supervisor.past import Past, past_of, past_on_disk
 from supervisor.performers import Performers, restore_point_of
-from supervisor.redis_address import PASSWORD_VARIABLE, address_of
+from supervisor.redis_address import address_of, take_password
 from supervisor.status import snapshot
 from supervisor.troubles import Troubles
 from supervisor.workers import silence
@@ -82,6 +81,7 @@ async def run_daemon(
     run_dir = job_directory(settings.job, config_path)
     with acquire(run_dir, take_over=take_over) as lock:
         run_dir.chmod(0o700)
+        password = take_password()
         journal = Journal(run_dir / JOURNAL_FILE, epoch=lock.epoch)
         if journal.truncated:
             log.warning("journal_truncated", bytes=journal.truncated, why="a torn last line")
@@ -104,14 +104,15 @@ async def run_daemon(
             terminal,
             in_force.changed,
         )
-        status = await first.run(following=settings)
+        status = await first.run(following=settings, password=password)
         if status is not None:
             return status
         # Its workers are gone: from here on the changed settings count, in a run of their own.
         journal = Journal(run_dir / JOURNAL_FILE, epoch=lock.epoch)
         past = past_of(journal.records)
         second = _Assembly(settings, config_path, run_dir, lock, journal, past, None, terminal, ())
-        status = await second.run(following=settings, stops=first.daemon.stops)
+        stops = first.daemon.stops
+        status = await second.run(following=settings, password=password, stops=stops)
         assert status is not None, "nothing has changed meanwhile"
         return status
 
@@ -157,6 +158,7 @@ class _Assembly:
         self.terminal = terminal
         self.started_at = time.time()
         self.following = settings
+        self.password = ""
         self.is_renewed = False
         self.beats: dict[tuple[int, int], BeatMessage] = {}
         self.troubles = Troubles()
@@ -416,12 +418,13 @@ class _Assembly:
 
     # The run
 
-    async def run(self, *, following: Settings, stops: int = 0) -> int | None:
+    async def run(self, *, following: Settings, password: str, stops: int = 0) -> int | None:
         """The exit status; None where the job goes on in another run, under `following`.
 
-        `stops` are the signals that an assembly before this one had heard.
+        `password` is the store's, where the environment held one. `stops` are the signals that an
+        assembly before this one had heard.
         """
-        self.following = following
+        self.following, self.password = following, password
         self._catch_signals()
         for _ in range(stops):
             self.daemon.interrupt(signal.SIGTERM)
@@ -492,11 +495,10 @@ class _Assembly:
     async def _connect_redis(self, stack: AsyncExitStack) -> None:
         heartbeats = self.settings.heartbeats
         if heartbeats.redis_url == "local":
-            os.environ.pop(PASSWORD_VARIABLE, None)  # no child inherits it
             self.embedded_redis = EmbeddedRedis(self.run_dir)
             self.redis = await asyncio.to_thread(self.embedded_redis.ensure)
         else:
-            self.redis = address_of(heartbeats, self.config_dir)
+            self.redis = address_of(heartbeats, self.config_dir, self.password)
         self.store = RedisStore(job=self.settings.job.name, address=self.redis)
         stack.push_async_callback(self._leave_store, self.store)
         self.daemon.performers.store = self.store
