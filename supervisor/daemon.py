@@ -278,6 +278,9 @@ class Daemon:
         limit = self._roll_bytes if quiet else 4 * self._roll_bytes
         if self.journal.size < limit or self.clock() < self._roll_again_at:
             return
+        self.look_at_epoch()
+        if self.superseded is not None:
+            return
         try:
             segment = last_segment(self.journal.path)
             own = {key: segment[0][key] for key in segment[0] if key not in ("seq", "epoch")}
