@@ -163,6 +163,8 @@ class _Assembly:
         self.beats: dict[tuple[int, int], BeatMessage] = {}
         self.troubles = Troubles()
         self.embedded_redis: EmbeddedRedis | None = None
+        self._mending: asyncio.Task[None] | None = None
+        self._ends = asyncio.Event()
         self.clock = Clock(wall=self.started_at, not_before=_last_at(journal))
         self.clock()  # it runs from its first reading on: now, not when Redis has started
         self.snapshots = snapshot_directory(run_dir)
@@ -356,19 +358,25 @@ class _Assembly:
     def _on_store_lost(self, why: str) -> None:
         self.blind_at = self.clock()
         self.daemon.post(e.HeartbeatStoreLost(at=self.blind_at, why=why))
-        if self.embedded_redis is not None:
-            self._mending = asyncio.create_task(self._mend_redis())
+        if self.embedded_redis is not None and (self._mending is None or self._mending.done()):
+            self._mending = asyncio.create_task(self._mend_redis(self.embedded_redis))
 
-    async def _mend_redis(self) -> None:
+    async def _mend_redis(self, server: EmbeddedRedis) -> None:
         """Our own server comes back at its old address, so that the workers find it."""
-        assert self.embedded_redis is not None
-        while self.monitor.is_blind:
+        while self.monitor.is_blind and not self._ends.is_set():
             try:
-                if not self.embedded_redis.is_alive():
-                    await self._restart_redis(self.embedded_redis)
+                if not server.is_alive():
+                    await self._restart_redis(server)
             except (OSError, EverstepError) as error:  # a full disk: again, until there is space
                 log.error("redis_not_restarted", why=str(error))
-            await asyncio.sleep(REDIS_RETRY_S)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._ends.wait(), REDIS_RETRY_S)
+
+    async def _end_mending(self) -> None:
+        """To its end, not in its midst: what it starts must not be left behind."""
+        self._ends.set()
+        if self._mending is not None:
+            await self._mending
 
     async def _restart_redis(self, server: EmbeddedRedis) -> None:
         address = await asyncio.to_thread(server.ensure)
@@ -579,6 +587,7 @@ class _Assembly:
 
     async def _take_down(self) -> None:
         """End what this daemon started, and nothing else; each step whatever the others do."""
+        await _bounded("redis", self._end_mending)
         if self.daemon.superseded is not None:
             await _bounded("calls", self.daemon.performers.call_off)
             await _bounded("ray", self._leave_ray)
