@@ -347,6 +347,7 @@ class _Assembly:
         self.daemon.post(e.ClusterLost(at=self.clock(), why=why))
 
     def _on_stale(self, why: str) -> None:
+        self.daemon.look_at_epoch()  # its own files may know who it is
         self.daemon.note_superseded(
             Superseded(f"{why}; this daemon ends without touching anything else")
         )
