@@ -4,7 +4,6 @@ It connects; what happens is decided in `fsm` and done by the performers.
 """
 
 import asyncio
-import os
 import signal
 import time
 from collections.abc import Callable, Coroutine, Mapping
@@ -43,7 +42,7 @@ from supervisor.journal import JOURNAL_FILE, Journal
 from supervisor.lock import Lock, acquire
 from supervisor.past import Past, past_of, past_on_disk
 from supervisor.performers import Performers, restore_point_of
-from supervisor.redis_address import PASSWORD_VARIABLE, address_of
+from supervisor.redis_address import address_of, take_password
 from supervisor.status import snapshot
 from supervisor.troubles import Troubles
 from supervisor.workers import silence
@@ -82,6 +81,7 @@ async def run_daemon(
     run_dir = job_directory(settings.job, config_path)
     with acquire(run_dir, take_over=take_over) as lock:
         run_dir.chmod(0o700)
+        password = take_password()
         journal = Journal(run_dir / JOURNAL_FILE, epoch=lock.epoch)
         if journal.truncated:
             log.warning("journal_truncated", bytes=journal.truncated, why="a torn last line")
@@ -104,14 +104,15 @@ async def run_daemon(
             terminal,
             in_force.changed,
         )
-        status = await first.run(following=settings)
+        status = await first.run(following=settings, password=password)
         if status is not None:
             return status
         # Its workers are gone: from here on the changed settings count, in a run of their own.
         journal = Journal(run_dir / JOURNAL_FILE, epoch=lock.epoch)
         past = past_of(journal.records)
         second = _Assembly(settings, config_path, run_dir, lock, journal, past, None, terminal, ())
-        status = await second.run(following=settings, stops=first.daemon.stops)
+        stops = first.daemon.stops
+        status = await second.run(following=settings, password=password, stops=stops)
         assert status is not None, "nothing has changed meanwhile"
         return status
 
@@ -157,10 +158,13 @@ class _Assembly:
         self.terminal = terminal
         self.started_at = time.time()
         self.following = settings
+        self.password = ""
         self.is_renewed = False
         self.beats: dict[tuple[int, int], BeatMessage] = {}
         self.troubles = Troubles()
         self.embedded_redis: EmbeddedRedis | None = None
+        self._mending: asyncio.Task[None] | None = None
+        self._ends = asyncio.Event()
         self.clock = Clock(wall=self.started_at, not_before=_last_at(journal))
         self.clock()  # it runs from its first reading on: now, not when Redis has started
         self.snapshots = snapshot_directory(run_dir)
@@ -343,6 +347,7 @@ class _Assembly:
         self.daemon.post(e.ClusterLost(at=self.clock(), why=why))
 
     def _on_stale(self, why: str) -> None:
+        self.daemon.look_at_epoch()  # its own files may know who it is
         self.daemon.note_superseded(
             Superseded(f"{why}; this daemon ends without touching anything else")
         )
@@ -354,19 +359,25 @@ class _Assembly:
     def _on_store_lost(self, why: str) -> None:
         self.blind_at = self.clock()
         self.daemon.post(e.HeartbeatStoreLost(at=self.blind_at, why=why))
-        if self.embedded_redis is not None:
-            self._mending = asyncio.create_task(self._mend_redis())
+        if self.embedded_redis is not None and (self._mending is None or self._mending.done()):
+            self._mending = asyncio.create_task(self._mend_redis(self.embedded_redis))
 
-    async def _mend_redis(self) -> None:
+    async def _mend_redis(self, server: EmbeddedRedis) -> None:
         """Our own server comes back at its old address, so that the workers find it."""
-        assert self.embedded_redis is not None
-        while self.monitor.is_blind:
+        while self.monitor.is_blind and not self._ends.is_set():
             try:
-                if not self.embedded_redis.is_alive():
-                    await self._restart_redis(self.embedded_redis)
+                if not server.is_alive():
+                    await self._restart_redis(server)
             except (OSError, EverstepError) as error:  # a full disk: again, until there is space
                 log.error("redis_not_restarted", why=str(error))
-            await asyncio.sleep(REDIS_RETRY_S)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._ends.wait(), REDIS_RETRY_S)
+
+    async def _end_mending(self) -> None:
+        """To its end, not in its midst: what it starts must not be left behind."""
+        self._ends.set()
+        if self._mending is not None:
+            await self._mending
 
     async def _restart_redis(self, server: EmbeddedRedis) -> None:
         address = await asyncio.to_thread(server.ensure)
@@ -416,12 +427,13 @@ class _Assembly:
 
     # The run
 
-    async def run(self, *, following: Settings, stops: int = 0) -> int | None:
+    async def run(self, *, following: Settings, password: str, stops: int = 0) -> int | None:
         """The exit status; None where the job goes on in another run, under `following`.
 
-        `stops` are the signals that an assembly before this one had heard.
+        `password` is the store's, where the environment held one. `stops` are the signals that an
+        assembly before this one had heard.
         """
-        self.following = following
+        self.following, self.password = following, password
         self._catch_signals()
         for _ in range(stops):
             self.daemon.interrupt(signal.SIGTERM)
@@ -492,11 +504,10 @@ class _Assembly:
     async def _connect_redis(self, stack: AsyncExitStack) -> None:
         heartbeats = self.settings.heartbeats
         if heartbeats.redis_url == "local":
-            os.environ.pop(PASSWORD_VARIABLE, None)  # no child inherits it
             self.embedded_redis = EmbeddedRedis(self.run_dir)
             self.redis = await asyncio.to_thread(self.embedded_redis.ensure)
         else:
-            self.redis = address_of(heartbeats, self.config_dir)
+            self.redis = address_of(heartbeats, self.config_dir, self.password)
         self.store = RedisStore(job=self.settings.job.name, address=self.redis)
         stack.push_async_callback(self._leave_store, self.store)
         self.daemon.performers.store = self.store
@@ -577,6 +588,7 @@ class _Assembly:
 
     async def _take_down(self) -> None:
         """End what this daemon started, and nothing else; each step whatever the others do."""
+        await _bounded("redis", self._end_mending)
         if self.daemon.superseded is not None:
             await _bounded("calls", self.daemon.performers.call_off)
             await _bounded("ray", self._leave_ray)

@@ -245,7 +245,7 @@ class Daemon:
                 if self.journal_lost_since is None:
                     self.journal_lost_since = self.clock()
                     log.error("journal_lost", why=str(error), consequence="no order is given")
-                if self._stops > 1:
+                if self.stops > 1:
                     self.note_superseded(
                         JournalLost(
                             f"{error}; so nothing can be stopped in order: the daemon ends, the "
@@ -277,6 +277,9 @@ class Daemon:
         quiet = self.job.state is State.RUNNING and not self._inbox
         limit = self._roll_bytes if quiet else 4 * self._roll_bytes
         if self.journal.size < limit or self.clock() < self._roll_again_at:
+            return
+        self.look_at_epoch()
+        if self.superseded is not None:
             return
         try:
             segment = last_segment(self.journal.path)

@@ -21,6 +21,7 @@ import redis
 
 from supervisor.control import private_directory
 from supervisor.errors import ClusterUnusable, DiskError
+from supervisor.whole import write_whole
 from trainer.heartbeat import StoreAddress, connect
 from trainer.processes import Identity, descendants, end, environment, is_alive, look_at_all
 
@@ -48,7 +49,7 @@ def _token(run_dir: Path) -> Path:
     path = run_dir / TOKEN_FILE
     if not path.exists():
         run_dir.mkdir(parents=True, exist_ok=True)
-        _write_secret(path, secrets.token_hex(32))
+        _write(path, secrets.token_hex(32))
     return path
 
 
@@ -195,7 +196,7 @@ class EmbeddedRedis:
         }
         _update_record(self._run_dir, redis=record)
         configuration = self._run_dir / "redis.conf"
-        _write_secret(configuration, _redis_configuration(address, self._run_dir / "redis.log"))
+        _write(configuration, _redis_configuration(address, self._run_dir / "redis.log"))
         self._process = subprocess.Popen(
             [_redis_server(), str(configuration)],
             env={**os.environ, _MARK: mark},
@@ -205,10 +206,15 @@ class EmbeddedRedis:
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
-        record["processes"] = {"redis-server": _pair(self._process.pid)}
-        _update_record(self._run_dir, redis=record)
-        if _await_redis(address, self._process):
-            return True
+        try:
+            record["processes"] = {"redis-server": _pair(self._process.pid)}
+            _update_record(self._run_dir, redis=record)
+            if _await_redis(address, self._process):
+                return True
+        except BaseException:  # what is not recorded would never be ended
+            self._process.kill()
+            self._reap()
+            raise
         self._process.kill()
         self._reap()
         return False
@@ -354,18 +360,15 @@ def _read_record(run_dir: Path) -> dict[str, Any]:
 
 def _update_record(run_dir: Path, **parts: dict[str, Any] | None) -> None:
     record = {**_read_record(run_dir), "boot": _boot(), **parts}
-    _write_secret(run_dir / RECORD_FILE, json.dumps(record, indent=2) + "\n")
+    _write(run_dir / RECORD_FILE, json.dumps(record, indent=2) + "\n")
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        write_whole(path, text)
+    except OSError as error:
+        raise DiskError(f"{path} cannot be written ({error.strerror}); give it room") from error
 
 
 def _boot() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-
-
-def _write_secret(path: Path, text: str) -> None:
-    """Write a file that only its owner can read, so that a crash leaves the old or the new one."""
-    temporary = path.with_name(f"{path.name}.new")
-    temporary.unlink(missing_ok=True)
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        file.write(text)
-    temporary.replace(path)

@@ -5,13 +5,13 @@ It decides nothing: what to keep, quarantine or write is said by the effects.
 
 import asyncio
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from supervisor import incidents, restore_points
 from supervisor.restore_points import RestorePoint
+from supervisor.whole import write_whole
 
 RESULT_FILE = "result.json"
 
@@ -66,11 +66,4 @@ class RunFiles:
         await asyncio.to_thread(self._write_result, result)
 
     def _write_result(self, result: Mapping[str, Any]) -> None:
-        path = self.run_dir / RESULT_FILE
-        temporary = path.with_name(f"{RESULT_FILE}.new")
-        with temporary.open("w", encoding="utf-8") as file:
-            json.dump(result, file, indent=2)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
+        write_whole(self.run_dir / RESULT_FILE, json.dumps(result, indent=2) + "\n")

@@ -197,7 +197,8 @@ class Journal:
     def roll(self, header: Record, job: Record) -> None:
         """Begin a new file with these two records; the old one stays as journal.N.jsonl.
 
-        May die after any step. Raises DiskError with everything as it was.
+        May die after any step. Raises DiskError with everything as it was: also where the file is
+        another's by now, which must not be replaced.
         """
         following = {**header, "part": self.part + 1}
         records = [following, job]
@@ -206,6 +207,8 @@ class Journal:
             for number, record in enumerate(records, start=1)
         )
         try:
+            if os.fstat(self._descriptor).st_ino != self.path.stat().st_ino:
+                raise OSError(116, "it is another daemon's by now")
             whole = os.pread(self._descriptor, self._end, 0)
             os.close(_write_file(_archive(self.path, self.part), whole))
             descriptor = _write_file(self.path, block)

@@ -18,6 +18,7 @@ import psutil
 import structlog
 
 from supervisor.errors import AlreadyRunning, DiskError, Superseded
+from supervisor.whole import write_whole
 from trainer.child import machine
 from trainer.processes import Identity, Row, end, look
 
@@ -160,7 +161,7 @@ def _take_epoch(run_dir: Path, descriptor: int) -> Holder:
         after_boot_s=row.identity.started_at,
     )
     # The epoch first: one that was promised to anybody is never given out again.
-    _replace(run_dir / EPOCH_FILE, f"{holder.epoch}\n")
+    write_whole(run_dir / EPOCH_FILE, f"{holder.epoch}\n")
     text = json.dumps({name: getattr(holder, name) for name in Holder.__slots__}) + "\n"
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, text.encode(), 0)
@@ -261,18 +262,3 @@ def _describe(path: Path, holder: Holder | None) -> str:
         f"another daemon runs this job: {holder}, by {path}; look at it with `status`, end the job "
         "with `stop`; where the daemon is frozen, --take-over ends it and goes on with its workers"
     )
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write a small file so that a crash leaves either the old text or the new."""
-    temporary = path.with_name(path.name + ".new")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    directory = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)

@@ -46,13 +46,16 @@ def fault_of(url: str) -> str | None:
     return None
 
 
-def address_of(
-    settings: StoreSettings, config_dir: Path, environment: MutableMapping[str, str] = os.environ
-) -> StoreAddress:
-    """The address of a store that is not the job's own; takes the password out of `environment`.
+def take_password(environment: MutableMapping[str, str] = os.environ) -> str:
+    """What EVERSTEP_REDIS_PASSWORD holds, "" if nothing; from then on no child inherits it."""
+    return environment.pop(PASSWORD_VARIABLE, "")
 
-    The password is that of the URL, else of the file, else of EVERSTEP_REDIS_PASSWORD. Raises
-    ClusterUnusable where a file cannot be read.
+
+def address_of(settings: StoreSettings, config_dir: Path, given: str = "") -> StoreAddress:
+    """The address of a store that is not the job's own.
+
+    The password is that of the URL, else of the file, else the one `given` in the environment.
+    Raises ClusterUnusable where a file cannot be read.
     """
     parts = urlsplit(settings.redis_url)
     ca_file = ""
@@ -60,7 +63,6 @@ def address_of(
         path = config_dir / settings.redis_ca_file
         _read(path, "redis_ca_file", None)
         ca_file = str(path.resolve())
-    given = environment.pop(PASSWORD_VARIABLE, "")
     password = unquote(parts.password or "")
     if not password and settings.redis_password_file:
         path = config_dir / settings.redis_password_file

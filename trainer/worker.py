@@ -25,8 +25,8 @@ from trainer.child import Child, ChildError, Launch, Report, Spare, end_orphans,
 from trainer.environment import worker_environment
 from trainer.heartbeat import HeartbeatError, read_beat_file, read_canary
 from trainer.processes import look
+from trainer.snapshot import SnapshotError, discard, list_snapshots, sweep
 from trainer.snapshot import directory_of as snapshot_directory
-from trainer.snapshot import discard, list_snapshots, sweep
 from trainer.stacks import collect
 
 GROUPS = {"orders": 4, "watch": 4, "evidence": 4}
@@ -361,27 +361,29 @@ class ResilientWorker:
 
     def _keep_vigil(self, leave: Callable[[], None]) -> None:
         """Until no daemon has been heard of for too long; then end as orphans do, and leave."""
-        while True:
+        saved = None
+        while saved is None:
             time.sleep(orphans.TICK_S)
-            if not self._vigil.is_over():
-                continue
-            child = self._trainee()
-            if child is None:
-                self._end_as_orphan(None)
-                break
-            crew = _crew_of(child)
-            trainee = _Trainee(self, child)
-            try:
-                if not orphans.gather(crew, trainee, self._vigil):
-                    continue
-                self._is_leaving = True
-                saved = self._save_as_orphan(crew, trainee)
-            except OSError as error:  # the disk may be away; what lies in memory stays there
-                print(f"orphans could not save: {error}", file=sys.stderr, flush=True)
-                saved = False
+            if self._vigil.is_over():
+                saved = self._save_if_orphan(self._trainee())
+        try:
             self._end_as_orphan(saved)
-            break
-        leave()
+        finally:
+            leave()
+
+    def _save_if_orphan(self, child: Child | None) -> bool | None:
+        """Whether the state is on the disk; None where a daemon was heard of after all."""
+        if child is None:
+            return False
+        crew, trainee = _crew_of(child), _Trainee(self, child)
+        try:
+            if not orphans.gather(crew, trainee, self._vigil):
+                return None
+            self._is_leaving = True
+            return self._save_as_orphan(crew, trainee)
+        except OSError as error:  # the disk may be away; what lies in memory stays there
+            print(f"orphans could not save: {error}", file=sys.stderr, flush=True)
+            return False
 
     def _trainee(self) -> Child | None:
         """The living child that holds a state; one that stands by holds none."""
@@ -404,14 +406,16 @@ class ResilientWorker:
         )
         return step >= 0
 
-    def _end_as_orphan(self, saved: bool | None) -> None:
+    def _end_as_orphan(self, saved: bool) -> None:
         """End the children. Snapshots stay where they may be all that there is."""
         self._is_leaving = True
         for child in list(self._children.values()):
             child.kill(_ORPHAN_END_S)
         self._starter.submit(self._end_spare).result(_START_LIMIT_S)
         if saved:
-            sweep(snapshot_directory(self._run_dir))
+            # The other slots of this node do the same.
+            with contextlib.suppress(OSError, SnapshotError):
+                sweep(snapshot_directory(self._run_dir))
 
     def _canary(self) -> str | None:
         """What the daemon last wrote to the store; None where that cannot be read."""

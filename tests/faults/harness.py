@@ -87,7 +87,8 @@ class Job:
         self.daemons: list[Daemon] = []
         folder.mkdir(parents=True, exist_ok=True)
         shutil.copy(Path(__file__).with_name("paced.py"), folder)
-        self.write({**SETTINGS, **settings})
+        self.settings = {**SETTINGS, **settings}
+        self.write(self.settings)
         self._in_shared_memory = set(SHARED_MEMORY.iterdir())
 
     def write(self, settings: dict[str, Any]) -> None:
@@ -95,6 +96,11 @@ class Job:
         lines = [f"{key} = {json.dumps(value)}" for key, value in settings.items()]
         kept = [line for line in lines if not line.endswith("= null")]
         (self.folder / "job.toml").write_text("\n".join(kept) + "\n")
+
+    def set(self, **changed: Any) -> None:
+        """Edit job.toml as an operator would; what runs does not see it."""
+        self.settings |= changed
+        self.write(self.settings)
 
     def start(self, *arguments: str) -> Daemon:
         """`python -m supervisor --config job.toml`, and what more there is to say."""

@@ -142,6 +142,24 @@ def test_a_daemon_whose_epoch_is_over_writes_nothing_and_orders_nothing(tmp_path
     assert all(move["event"]["at"] < 1_000_010 for move in moves)
 
 
+def test_a_daemon_whose_orders_slots_refuse_ends_at_once(tmp_path: Path) -> None:
+    """They serve a later one, of whom its own files know nothing: they are a copy."""
+    path = tmp_path / "journal.jsonl"
+    why = Superseded("the slot of rank 0 refuses `watch`: it serves epoch 7")
+    calls: list[str] = []
+
+    def refuse(daemon: Daemon, cluster: SimCluster) -> None:
+        calls.extend(cluster.calls)
+        daemon.note_superseded(why)
+        daemon.post(e.SlotLost(at=daemon.clock(), generation=1, ranks=(0,), why="refused"))
+
+    with pytest.raises(Superseded, match="epoch 7"):
+        simulate(path, Script(), meddle={12.0: refuse})
+    moves = [record for record in read_journal(path) if record["kind"] == "move"]
+    assert "slot_lost" not in [move["event"]["event"] for move in moves]
+    assert calls == ["connect", "place 1", "start 1"]
+
+
 def test_a_bug_ends_the_daemon_with_its_story(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -291,3 +291,6 @@ def test_what_a_daemon_writes_whose_journal_is_anothers_goes_nowhere(tmp_path: P
     new.append([note(101)])
     found = [r["action"] for r in read_journal(path) if r["epoch"] > 7]
     assert found == ["a100", "a101"]
+    with pytest.raises(DiskError, match="another daemon's by now"):
+        old.roll(HEADER, JOB)
+    assert [r["action"] for r in read_journal(path) if r["epoch"] > 7] == found

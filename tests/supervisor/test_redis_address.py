@@ -15,7 +15,7 @@ from supervisor.config import HeartbeatSettings, Settings, describe, effective
 from supervisor.embedded import EmbeddedRedis
 from supervisor.errors import ClusterUnusable
 from supervisor.heartbeats import RedisStore, StoreUnavailable
-from supervisor.redis_address import PASSWORD_VARIABLE, address_of
+from supervisor.redis_address import PASSWORD_VARIABLE, address_of, take_password
 from tests.relay import Relay
 from trainer.heartbeat import StoreAddress, connect
 from trainer.settings import SettingsError, read_settings
@@ -37,10 +37,10 @@ def heartbeats(*overrides: str) -> HeartbeatSettings:
 def test_user_database_and_escapes_of_a_url_reach_the_workers_too(tmp_path: Path) -> None:
     """The daemon read database 2 and the workers wrote to database 0: all of them were silent."""
     url = "redis_url=rediss://ana:p%40ss@[::1]:7000/2"
-    assert address_of(heartbeats(url), tmp_path, {}) == StoreAddress(
+    assert address_of(heartbeats(url), tmp_path) == StoreAddress(
         host="::1", port=7000, username="ana", password="p@ss", db=2, tls=True
     )
-    plain = address_of(heartbeats("redis_url=redis://store"), tmp_path, {})
+    plain = address_of(heartbeats("redis_url=redis://store"), tmp_path)
     assert plain == StoreAddress(host="store", port=6379)
 
 
@@ -49,15 +49,15 @@ def test_the_password_comes_from_the_url_the_file_or_the_environment(tmp_path: P
     (tmp_path / "secret").write_text("from the file\n")
     by_file = heartbeats("redis_url=redis://store", "redis_password_file=secret")
     environment = {PASSWORD_VARIABLE: "from the environment", "HOME": "/"}
-    assert address_of(by_file, tmp_path, environment).password == "from the file"
-    assert environment == {"HOME": "/"}  # nor does a child inherit one that was not needed
-    environment = {PASSWORD_VARIABLE: "from the environment"}
+    password = take_password(environment)
+    assert environment == {"HOME": "/"}  # no child inherits it
+    assert take_password(environment) == ""
+    assert address_of(by_file, tmp_path, password).password == "from the file"
     bare = heartbeats("redis_url=redis://store")
-    assert address_of(bare, tmp_path, environment).password == "from the environment"
-    environment = {PASSWORD_VARIABLE: "from the environment"}
+    assert address_of(bare, tmp_path, password).password == "from the environment"
     given = heartbeats("redis_url=redis://:given@store")
-    assert address_of(given, tmp_path, environment).password == "given"
-    assert environment == {}
+    assert address_of(given, tmp_path, password).password == "given"
+    assert address_of(bare, tmp_path).password is None
 
 
 @pytest.mark.parametrize("key", ["redis_password_file", "redis_ca_file"])
@@ -65,7 +65,7 @@ def test_a_file_that_cannot_be_read_is_named_with_its_key(tmp_path: Path, key: s
     """Without it the store would refuse us later, with words about passwords."""
     found = heartbeats("redis_url=rediss://store", f"{key}=missing")
     with pytest.raises(ClusterUnusable, match=rf"heartbeats\.{key}: .*missing cannot be read"):
-        address_of(found, tmp_path, {})
+        address_of(found, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_daemon_and_workers_speak_tls_with_a_server_that_the_file_vouches_for(
     tmp_path: Path, tls_port: int
 ) -> None:
     """Heartbeats cross networks that are not ours."""
-    address = address_of(secured(tls_port, "redis_ca_file=ca.pem"), tmp_path, {})
+    address = address_of(secured(tls_port, "redis_ca_file=ca.pem"), tmp_path)
     with connect(address)(2.0) as client:  # as a worker does
         assert client.set("a", "beat")
     assert asyncio.run(polled(address)) == ["beat"]
@@ -157,7 +157,7 @@ def test_a_server_that_nobody_vouches_for_gets_no_password(tmp_path: Path, tls_p
     strangers = trustme.CA()
     strangers.cert_pem.write_to_path(str(tmp_path / "other.pem"))
     for more in ([], ["redis_ca_file=other.pem"]):
-        address = address_of(secured(tls_port, *more), tmp_path, {})
+        address = address_of(secured(tls_port, *more), tmp_path)
         with pytest.raises(StoreUnavailable, match="certificate verify failed") as caught:
             asyncio.run(polled(address))
         assert str(address.password) not in str(caught.value)
@@ -169,7 +169,7 @@ def test_a_certificate_for_another_host_is_refused(tmp_path: Path, authority: tr
     authority.issue_cert("elsewhere.example").configure_cert(context)
     relay = Relay(1, tls=context)
     (tmp_path / "password").write_text(SECRET)
-    address = address_of(secured(relay.port, "redis_ca_file=ca.pem"), tmp_path, {})
+    address = address_of(secured(relay.port, "redis_ca_file=ca.pem"), tmp_path)
     with pytest.raises(StoreUnavailable, match="certificate"):
         asyncio.run(polled(address))
     relay.end()

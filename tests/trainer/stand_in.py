@@ -64,6 +64,12 @@ def _obey(order: dict[str, Any], report: Callable[..., None]) -> None:
                 [sys.executable, "-c", code], start_new_session=order["own_session"]
             )
             report("spawned", pid=grandchild.pid)
+        case "ready":
+            report("ready", step=0)
+        case "stop":
+            report("stopping", after_step=3)
+        case "go":
+            report("saved", step=4)
         case "deaf":
             report("deaf")
             time.sleep(600)

@@ -10,12 +10,14 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from trainer import orphans
 from trainer.heartbeat import Beat
 from trainer.processes import is_alive, look
 from trainer.worker import RECORDS_KEPT, ResilientWorker
@@ -434,3 +436,47 @@ def test_a_slot_needs_neither_jax_nor_ray() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     )
     assert result.stdout.strip() == "set()"
+
+
+@pytest.fixture
+def make_lonely(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], ResilientWorker]:
+    """Makes slots that end half a second after the last word of a daemon; `left` is then set."""
+    for name, seconds in (("TICK_S", 0.05), ("CANARY_S", 0.1), ("_POLL_S", 0.01)):
+        monkeypatch.setattr(orphans, name, seconds)
+
+    def make() -> ResilientWorker:
+        command = [sys.executable, str(STAND_IN)]
+        return ResilientWorker("first", str(tmp_path), 1.0, 0, command, 0.5, left.set)
+
+    left = threading.Event()
+    make.left = left  # type: ignore[attr-defined]
+    return make
+
+
+@pytest.mark.parametrize("ready", [True, False])
+def test_a_slot_that_no_daemon_speaks_to_ends_its_child_and_itself(
+    make_lonely: Any, tmp_path: Path, ready: bool
+) -> None:
+    """The child saves first, if it holds a state."""
+    worker = make_lonely()
+    spec = Slot.spec(types.SimpleNamespace(run_dir=tmp_path), rank=0, world_size=1, job="first")
+    pid = json.loads(worker.start(EPOCH, json.dumps(spec)))["pid"]
+    try:
+        for _ in range(5):  # it is spoken to
+            time.sleep(0.2)
+            worker.watch(EPOCH, 0) if ready else worker.snapshots(EPOCH)
+            assert not make_lonely.left.is_set()
+        if ready:
+            worker.order(EPOCH, 1, json.dumps({"order": "ready"}))
+        assert make_lonely.left.wait(20)
+        await_gone(pid)
+        ended = orphans.how_they_ended(tmp_path, 1)
+        if ready:
+            assert ended is not None
+            assert (ended["saved"], ended["step"], ended["completed"]) == (True, 4, None)
+        else:
+            assert ended is None
+        assert json.loads(worker.describe())["leaving"] is True
+    finally:
+        worker.end(10**9, 5.0, False)
+        ctypes.CDLL(None).prctl(36, 0, 0, 0, 0)
