@@ -124,6 +124,8 @@ def _agree(
     if inherited is None:
         return None, InForce(settings=settings)
     in_force = recall(run_dir, inherited.settings_digest, settings)
+    if inherited.job.state in TERMINAL:  # only its last orders are left: nothing starts any more
+        return inherited, InForce(settings=in_force.settings or settings)
     if in_force.settings is None:
         why = "it is not known what its workers were started with"
     elif in_force.changed and inherited.job.state in _BEFORE_TRAINING:

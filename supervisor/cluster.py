@@ -8,6 +8,7 @@ slot says, and imports Ray only once connected.
 import asyncio
 import contextlib
 import json
+import sys
 import threading
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
@@ -532,6 +533,9 @@ class RayCluster:
             "gpus": settings.gpus_per_worker,
             "command": self._command,
             "orphan_after_s": self._orphan_after_s,
+            "afterwards": [sys.executable, "-m", "supervisor.leftovers", str(self._run_dir)]
+            if self._head is not None
+            else [],
         }
         creations = (
             self._in_thread(

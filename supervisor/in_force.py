@@ -6,7 +6,6 @@ store is never written: it counts as it is now.
 
 import hashlib
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from pydantic import ValidationError
 
 from supervisor.config import Settings, effective
 from supervisor.redis_address import masked
+from supervisor.whole import write_whole
 
 SETTINGS_FILE = "settings.json"
 
@@ -37,14 +37,8 @@ def digest_of(settings: Settings) -> str:
 
 def keep(run_dir: Path, settings: Settings) -> None:
     """Write down what workers are about to be started with. Raises OSError."""
-    path = run_dir / SETTINGS_FILE
-    temporary = path.with_name(f"{SETTINGS_FILE}.new")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        json.dump({"digest": digest_of(settings), "settings": _table(settings)}, file, indent=2)
-        file.flush()
-        os.fsync(descriptor)
-    temporary.replace(path)
+    kept = {"digest": digest_of(settings), "settings": _table(settings)}
+    write_whole(run_dir / SETTINGS_FILE, json.dumps(kept, indent=2) + "\n")
 
 
 def recall(run_dir: Path, digest: str, now: Settings) -> InForce:

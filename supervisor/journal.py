@@ -271,6 +271,7 @@ def _write_file(path: Path, text: bytes) -> int:
         _sync_directory(path.parent)
     except BaseException:
         os.close(descriptor)
+        temporary.unlink(missing_ok=True)
         raise
     return descriptor
 

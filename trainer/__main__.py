@@ -1,7 +1,8 @@
 """Train alone, without Ray, Redis or a supervisor: `python -m trainer --config job.toml`.
 
 The way to debug a task: one process, plain tracebacks, `breakpoint()` works. Nothing recovers it;
-the same command goes on from the newest checkpoint.
+the same command goes on from the newest checkpoint. `generate` and `export` as first word do
+something with the model of the job instead; they have their own --help.
 """
 
 from __future__ import annotations
@@ -22,6 +23,12 @@ from trainer.settings import Section, SettingsError, read_settings
 
 EXAMPLE = """example:
   python -m trainer --config job.toml --set trainer.steps=20
+"""
+EXAMPLE_GENERATE = """example:
+  python -m trainer generate --config job.toml --prompt "def main("
+"""
+EXAMPLE_EXPORT = """example:
+  python -m trainer export --config job.toml --out exported
 """
 
 
@@ -45,41 +52,132 @@ class _Settings(Section):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Read the settings, train to the end; the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m trainer",
-        description=__doc__,
-        epilog=EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--config", type=Path, metavar="FILE", help="settings; default: none")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="override one setting"
-    )
-    parser.add_argument(
-        "--fresh", action="store_true", help="forget earlier runs and start from the seed"
-    )
-    options = parser.parse_args(arguments)
+    """Read the settings and do what was asked for; the exit status."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        settings, _ = read_settings(_Settings, options.config, options.set)
-        return _train(settings, options.config, fresh=options.fresh)
+        if given[:1] == ["generate"]:
+            return _generate(given[1:])
+        if given[:1] == ["export"]:
+            return _export(given[1:])
+        return _train(given)
     except SettingsError as error:
         for problem in error.problems:
             print(problem, file=sys.stderr)
         return 2
 
 
-def _train(settings: _Settings, config: Path | None, *, fresh: bool) -> int:
+def _parser(command: str, description: str | None, epilog: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=f"python -m trainer{command}",
+        description=description,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--config", type=Path, metavar="FILE", help="settings; default: none")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="override one setting"
+    )
+    return parser
+
+
+def _read(options: argparse.Namespace) -> tuple[_Settings, Path, Path]:
+    """The settings, the folder that relative paths start at, and the job's own."""
+    settings, _ = read_settings(_Settings, options.config, options.set)
+    config_dir = (options.config.parent if options.config else Path()).resolve()
     # The same threads and flags as a worker of one core per rank; before jax is imported.
     os.environ.update(worker_environment(os.cpu_count() or 1, 0, os.environ))
+    return settings, config_dir, config_dir / settings.job.run_dir / settings.job.name
+
+
+def _generate(arguments: Sequence[str]) -> int:
+    parser = _parser(" generate", "Let the model of a job go on from a text.", EXAMPLE_GENERATE)
+    parser.add_argument("--prompt", required=True, metavar="TEXT", help="what it goes on from")
+    parser.add_argument("--chat", action="store_true", help="the prompt is what a user says to it")
+    parser.add_argument("--tokens", type=int, default=64, metavar="N", help="at most; default: 64")
+    parser.add_argument(
+        "--temperature", type=float, default=0.0, help="0 = the likeliest each time (default)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of what is drawn; default: 0")
+    _add_untrained(parser)
+    options = parser.parse_args(arguments)
+    settings, config_dir, job_dir = _read(options)
+    from trainer import model
+    from trainer.generate import generate
+    from trainer.trained import read_trained
+
+    found = read_trained(settings.trainer, config_dir, job_dir, untrained=options.untrained)
+    tokenizer = found.task.tokenizer
+    prompt = tokenizer.encode(options.prompt)
+    if options.chat:
+        prompt, _ = tokenizer.chat([{"role": "user", "content": options.prompt}], reply=True)
+    print(f"from the {found.source}", file=sys.stderr, flush=True)
+    ids: list[int] = []
+    shown = "" if options.chat else options.prompt
+    print(shown, end="", flush=True)
+    written = ""
+    for token in generate(
+        found.task.architecture,
+        found.params,
+        prompt,
+        count=options.tokens,
+        temperature=options.temperature,
+        seed=options.seed,
+        end=tokenizer.end,
+        compute=model.Compute(dtype=settings.trainer.model.compute_dtype),
+    ):
+        ids.append(token)
+        text = tokenizer.decode(ids)
+        if not text.endswith("\ufffd"):  # a character may need more tokens than there are yet
+            print(text[len(written) :], end="", flush=True)
+            written = text
+    print(tokenizer.decode(ids)[len(written) :])
+    return 0
+
+
+def _export(arguments: Sequence[str]) -> int:
+    parser = _parser(
+        " export",
+        "Write the model of a job as others read it: config.json, model.safetensors and\n"
+        "tokenizer.json, low-rank additions added. It can be named as `pretrained` again.",
+        EXAMPLE_EXPORT,
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="a new folder")
+    _add_untrained(parser)
+    options = parser.parse_args(arguments)
+    settings, config_dir, job_dir = _read(options)
+    from trainer.pretrained.export import export
+    from trainer.tokenizer import SubwordTokenizer, bytes_as_subwords
+    from trainer.trained import read_trained
+
+    found = read_trained(settings.trainer, config_dir, job_dir, untrained=options.untrained)
+    tokenizer = found.task.tokenizer
+    if not isinstance(tokenizer, SubwordTokenizer):
+        tokenizer = bytes_as_subwords()
+    export(options.out, found.task.architecture, found.params, tokenizer)
+    print(f"{options.out}: the model from the {found.source}")
+    return 0
+
+
+def _add_untrained(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--untrained", action="store_true", help="as it was before the first step of the job"
+    )
+
+
+def _train(arguments: Sequence[str]) -> int:
+    parser = _parser("", __doc__, EXAMPLE)
+    parser.add_argument(
+        "--fresh", action="store_true", help="forget earlier runs and start from the seed"
+    )
+    options = parser.parse_args(arguments)
+    settings, config_dir, supervised = _read(options)
     from trainer import checkpoint
     from trainer.heartbeat import Beat
     from trainer.loop import ModelTrainer
     from trainer.task import Context
 
-    config_dir = (config.parent if config else Path()).resolve()
-    job_dir = config_dir / settings.job.run_dir / settings.job.name / "alone"
-    if fresh and job_dir.exists():
+    job_dir = supervised / "alone"
+    if options.fresh and job_dir.exists():
         shutil.rmtree(job_dir)
     job_dir.mkdir(parents=True, exist_ok=True)
     newest = checkpoint.finished(job_dir)

@@ -212,8 +212,10 @@ def forward(
 def empty_cache(architecture: Architecture, batch: int, length: int, compute: Compute) -> Params:
     """Room for the keys and values of `length` tokens in each block."""
     shape = (architecture.layers, batch, length, architecture.key_value_heads)
-    blank = jnp.zeros((*shape, architecture.head_size), compute.dtype)
-    return {"keys": blank, "values": blank}
+    return {
+        name: jnp.zeros((*shape, architecture.head_size), compute.dtype)
+        for name in ("keys", "values")
+    }
 
 
 def forward_cached(

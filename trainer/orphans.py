@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -204,8 +205,11 @@ def _await(found: Callable[[], Any], trainee: Trainee, limit_s: float) -> Any:
     return None
 
 
-def leave_cluster() -> None:
-    """End this slot's process. The first of a placement is the last to go: it gives that back."""
+def leave_cluster(afterwards: Sequence[str]) -> None:
+    """End this slot's process. The first of a placement is the last to go: it gives that back.
+
+    `afterwards` is a command that outlives it, to end what else no daemon is there for.
+    """
     try:
         import ray
         import ray.util
@@ -214,10 +218,30 @@ def leave_cluster() -> None:
         placement, _, index = name.rpartition(":")
         if index == "0":
             _await_others(ray, name, f"{placement}:")
+            if afterwards:
+                _start_apart(afterwards)
             if (group := ray.util.get_current_placement_group()) is not None:
                 ray.util.remove_placement_group(group)
     finally:
         os._exit(0)
+
+
+def _start_apart(command: Sequence[str]) -> None:
+    """In a session of its own, and without the marks by which what Ray has started is ended."""
+    own = {
+        name: text
+        for name, text in os.environ.items()
+        if not name.startswith("RAY_") and name != "EVERSTEP_EMBEDDED"
+    }
+    subprocess.Popen(
+        command,
+        env=own,
+        cwd="/",
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
 
 
 def _await_others(ray: Any, name: str, prefix: str) -> None:

@@ -77,7 +77,8 @@ class ResilientWorker:
 
     `epoch` is the daemon's: an order of a lower one than the highest seen is refused. `cpus` and
     `gpus` are what the slot holds, and what its children are told to use. Where no daemon is heard
-    of for `orphan_after_s` (0: however long), it has its child save, and ends; `leave` is how.
+    of for `orphan_after_s` (0: however long), it has its child save, and ends; `leave` is how, and
+    `afterwards` what the last one of them starts.
     """
 
     def __init__(
@@ -88,7 +89,8 @@ class ResilientWorker:
         gpus: int,
         command: Sequence[str] = COMMAND,
         orphan_after_s: float = 0.0,
-        leave: Callable[[], None] = orphans.leave_cluster,
+        afterwards: Sequence[str] = (),
+        leave: Callable[[Sequence[str]], None] = orphans.leave_cluster,
     ) -> None:
         self._job = job
         self._run_dir = Path(run_dir)
@@ -111,7 +113,8 @@ class ResilientWorker:
         self._is_leaving = False
         self._vigil = orphans.Vigil(orphan_after_s, self._canary)
         if orphan_after_s > 0:
-            threading.Thread(target=self._keep_vigil, args=(leave,), daemon=True).start()
+            ending = functools.partial(leave, tuple(afterwards))
+            threading.Thread(target=self._keep_vigil, args=(ending,), daemon=True).start()
 
     @answers
     def describe(self) -> dict[str, Any]:

@@ -199,9 +199,9 @@ class Job:
             must_not_overlap(self.records())
         self.must_leave_nothing()
 
-    def must_leave_nothing(self) -> None:
+    def must_leave_nothing(self, patience_s: float = 3.0) -> None:
         """No process, no file in shared memory, no socket, no temporary directory."""
-        deadline = time.monotonic() + 3.0
+        deadline = time.monotonic() + patience_s
         while (left := self._left()) and time.monotonic() < deadline:
             time.sleep(0.05)
         assert not left, f"left behind: {left}{self.story()}"

@@ -101,6 +101,7 @@ def left_alone(tiny: Job, daemon: Daemon) -> list[Identity]:
     until(lambda: all(map(gone, [*workers, *slots])), "end of the orphans")
     tiny.figures.add("death of the daemon to the end of its orphans (s)", time.time() - killed)
     assert not snapshot.directory_of(tiny.run_dir).exists()
+    tiny.must_leave_nothing(20.0)  # their Ray and their Redis neither
     return workers
 
 

@@ -14,7 +14,7 @@ from supervisor.adoption import Inheritance
 from supervisor.assembly import _agree
 from supervisor.config import Settings
 from supervisor.fsm.job import Job
-from supervisor.fsm.states import State
+from supervisor.fsm.states import TERMINAL, State
 from supervisor.in_force import SETTINGS_FILE, digest_of, keep, recall
 
 SECRET = "redis://:hunter2@far-away:6379"
@@ -76,7 +76,7 @@ def test_settings_that_this_version_does_not_have_are_not_known(tmp_path: Path) 
     assert recall(tmp_path, digest_of(former), Settings()).settings is None
 
 
-@pytest.mark.parametrize("state", [s for s in State if s.name not in ("FAILED", "STOPPED")])
+@pytest.mark.parametrize("state", State)
 def test_only_workers_that_train_or_are_brought_down_go_on_as_they_began(
     tmp_path: Path, state: State
 ) -> None:
@@ -90,7 +90,9 @@ def test_only_workers_that_train_or_are_brought_down_go_on_as_they_began(
         assert (in_force.settings, in_force.changed) == (now, ())
     else:
         assert inherited is left
-        assert (in_force.settings, in_force.changed) == (former, ("trainer.steps",))
+        changed = () if state in TERMINAL else ("trainer.steps",)
+        assert (in_force.settings, in_force.changed) == (former, changed)
     unknown = replace(left, settings_digest="f" * 16)
-    assert _agree(tmp_path, now, unknown)[0] is None
+    went_on = _agree(tmp_path, now, unknown)[0] is not None
+    assert went_on is (state in TERMINAL)  # its last orders must be done, whoever gave them
     assert _agree(tmp_path, now, None)[0] is None

@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 
 from tests.trainer.harness import TINY, write_text
+from trainer.generate import generate
+from trainer.pretrained.model import open_pretrained
 
 
 def settings_file(folder: Path) -> Path:
@@ -25,9 +27,13 @@ def settings_file(folder: Path) -> Path:
 TABLES = ("model", "data", "optimizer")
 
 
-def run(config: Path, *more: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "trainer", "--config", str(config), *more]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+def run(
+    config: Path, *more: str, command: str = "", **options: str
+) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-m", "trainer", *([command] if command else [])]
+    line += ["--config", str(config), *more]
+    line += [word for name, value in options.items() for word in (f"--{name}", value)]
+    return subprocess.run(line, capture_output=True, text=True, timeout=120, check=False)
 
 
 def digest(output: str) -> str:
@@ -51,6 +57,22 @@ def test_training_alone_goes_on_from_its_checkpoint_to_the_same_end(tmp_path: Pa
         (2, step) for step in range(8, 12)
     ]
     assert [row["loss"] for row in rows[8:12]] == [row["loss"] for row in rows[12:]]
+    export_and_listen(config, tmp_path / "taken")
+
+
+def export_and_listen(config: Path, folder: Path) -> None:
+    """What a user does next: take the model away, and see that it is the one that was trained."""
+    done = run(config, command="export", out=str(folder))
+    assert done.returncode == 0, done.stderr
+    assert "generation-2/12" in done.stdout
+    found = open_pretrained(str(folder), "/")
+    assert found.architecture.vocabulary == 256
+    params = {name: value.whole() for name, value in found.values.items()}
+    ids = list(b"the square")
+    made = list(generate(found.architecture, params, ids, count=8))
+    said = run(config, command="generate", prompt="the square", tokens="8")
+    assert said.returncode == 0, said.stderr
+    assert said.stdout.rstrip("\n") == bytes(ids + made).decode(errors="replace").rstrip("\n")
 
 
 def test_a_mistake_in_the_settings_ends_with_status_2_and_its_remedy(tmp_path: Path) -> None:

@@ -440,16 +440,16 @@ def test_a_slot_needs_neither_jax_nor_ray() -> None:
 
 @pytest.fixture
 def make_lonely(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], ResilientWorker]:
-    """Makes slots that end half a second after the last word of a daemon; `left` is then set."""
+    """Makes slots that end half a second after the last word of a daemon; `told` is then filled."""
     for name, seconds in (("TICK_S", 0.05), ("CANARY_S", 0.1), ("_POLL_S", 0.01)):
         monkeypatch.setattr(orphans, name, seconds)
 
     def make() -> ResilientWorker:
         command = [sys.executable, str(STAND_IN)]
-        return ResilientWorker("first", str(tmp_path), 1.0, 0, command, 0.5, left.set)
+        return ResilientWorker("first", str(tmp_path), 1.0, 0, command, 0.5, ["end"], told.extend)
 
-    left = threading.Event()
-    make.left = left  # type: ignore[attr-defined]
+    told: list[str] = []
+    make.told = told  # type: ignore[attr-defined]
     return make
 
 
@@ -465,11 +465,14 @@ def test_a_slot_that_no_daemon_speaks_to_ends_its_child_and_itself(
         for _ in range(5):  # it is spoken to
             time.sleep(0.2)
             worker.watch(EPOCH, 0) if ready else worker.snapshots(EPOCH)
-            assert not make_lonely.left.is_set()
+            assert make_lonely.told == []
         if ready:
             worker.order(EPOCH, 1, json.dumps({"order": "ready"}))
-        assert make_lonely.left.wait(20)
-        await_gone(pid)
+        await_gone(pid, 20.0)
+        deadline = time.monotonic() + 20.0
+        while make_lonely.told != ["end"]:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
         ended = orphans.how_they_ended(tmp_path, 1)
         if ready:
             assert ended is not None

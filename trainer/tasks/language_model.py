@@ -15,7 +15,7 @@ import optax
 from trainer import model
 from trainer.architecture import Architecture, of_settings
 from trainer.config import TrainerSettings
-from trainer.data.source import open_source
+from trainer.data.source import Source, open_source
 from trainer.optimizer import make_optimizer
 from trainer.pretrained.model import Pretrained, open_pretrained
 from trainer.settings import SettingsError
@@ -43,15 +43,20 @@ class LanguageModel(Task):
         self._pretrained = self._open(settings, context.config_dir)
         self.architecture = _architecture(settings, self._pretrained)
         self._rows = context.rows(settings.data.batch_size)
-        self._source = open_source(
-            settings.data,
-            self.tokenizer,
-            context.config_dir,
-            seed=settings.seed,
-            held_out_batches=settings.evaluate_batches,
-        )
         self._optimizer = make_optimizer(
             settings.optimizer, steps=settings.steps, decayed=model.decayed(self._trained_shapes())
+        )
+
+    @functools.cached_property
+    def _source(self) -> Source:
+        """Opened when it is needed: whoever only looks at the model needs no data."""
+        settings = self.context.settings
+        return open_source(
+            settings.data,
+            self.tokenizer,
+            self.context.config_dir,
+            seed=settings.seed,
+            held_out_batches=settings.evaluate_batches,
         )
 
     @staticmethod

@@ -1,0 +1,42 @@
+"""Ends a job's own Ray head and Redis after its orphans: `python -m supervisor.leftovers RUN_DIR`.
+
+Started by the last slot that leaves, since no daemon is there to do it. Where one is by now, they
+are that one's, and nothing is touched.
+"""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+from supervisor.control import ADDRESS_FILE, socket_path
+from supervisor.embedded import EmbeddedRay, EmbeddedRedis
+from supervisor.errors import AlreadyRunning
+from supervisor.lock import acquire
+
+_SLOT_LIMIT_S = 30.0
+_PAUSE_S = 0.1
+
+
+def end_leftovers(run_dir: Path) -> None:
+    """End what `embedded.json` names. Raises DiskError, ClusterUnusable or AlreadyRunning."""
+    with acquire(run_dir):
+        (run_dir / ADDRESS_FILE).unlink(missing_ok=True)  # nobody listens there
+        socket_path(run_dir).unlink(missing_ok=True)
+        EmbeddedRay(run_dir).stop()
+        EmbeddedRedis(run_dir).stop()
+
+
+def main() -> None:
+    """Wait until the slot that has started us is gone: what is below the head ends with it."""
+    slot, deadline = os.getppid(), time.monotonic() + _SLOT_LIMIT_S
+    while os.getppid() == slot and time.monotonic() < deadline:
+        time.sleep(_PAUSE_S)
+    try:
+        end_leftovers(Path(sys.argv[1]))
+    except AlreadyRunning:
+        return
+
+
+if __name__ == "__main__":
+    main()

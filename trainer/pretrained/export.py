@@ -1,0 +1,101 @@
+"""Write a model's folder as Hugging Face lays it out, in one safetensors file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trainer.architecture import STACKED, Architecture
+from trainer.config import MATRICES
+from trainer.pretrained.huggingface import NAMES, ONE_FILE
+from trainer.settings import SettingsError
+from trainer.tokenizer import EXTRA, SubwordTokenizer
+
+
+def export(
+    folder: Path,
+    architecture: Architecture,
+    params: Mapping[str, Any],
+    tokenizer: SubwordTokenizer,
+) -> None:
+    """config.json, model.safetensors (float32), tokenizer.json and tokenizer_config.json.
+
+    Our own loader and Hugging Face's read it. Raises `SettingsError` where the folder holds
+    something else already.
+    """
+    try:
+        from safetensors.numpy import save_file
+    except ModuleNotFoundError:
+        raise SettingsError(f"--out: the package safetensors is not installed: {EXTRA}") from None
+    if folder.exists() and not folder.is_dir():
+        raise SettingsError(f"--out {folder}: is a file; name a folder")
+    if folder.is_dir() and any(folder.iterdir()):
+        raise SettingsError(f"--out {folder}: is not empty; name a new folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    config = config_of(architecture, end=tokenizer.end)
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    tokenizer.save(folder / "tokenizer.json")
+    about: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    if tokenizer.end is not None:
+        about["eos_token"] = tokenizer.piece(tokenizer.end)
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(about, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+    )
+    # Hugging Face looks for the framework in the metadata.
+    save_file(tensors_of(architecture, params), folder / ONE_FILE, metadata={"format": "pt"})
+
+
+def config_of(architecture: Architecture, *, end: int | None) -> dict[str, Any]:
+    """What config.json says of a model."""
+    kind = "llama"
+    if architecture.attention_bias:
+        kind = "qwen2"
+    if architecture.query_key_norm:
+        kind = "qwen3"
+    scaling = architecture.rope_scaling
+    table: dict[str, Any] | None = None
+    if scaling is not None:
+        table = {"rope_type": scaling.kind, "factor": scaling.factor}
+        if scaling.kind == "llama3":
+            table |= {
+                "low_freq_factor": scaling.low,
+                "high_freq_factor": scaling.high,
+                "original_max_position_embeddings": scaling.original,
+            }
+    return {
+        "architectures": [f"{kind.capitalize()}ForCausalLM"],
+        "model_type": kind,
+        "vocab_size": architecture.vocabulary,
+        "hidden_size": architecture.width,
+        "num_hidden_layers": architecture.layers,
+        "num_attention_heads": architecture.heads,
+        "num_key_value_heads": architecture.key_value_heads,
+        "head_dim": architecture.head_size,
+        "intermediate_size": architecture.hidden,
+        "hidden_act": "silu",
+        "rms_norm_eps": architecture.norm_epsilon,
+        "rope_theta": architecture.rope_base,
+        "rope_scaling": table,
+        "tie_word_embeddings": architecture.tied,
+        "max_position_embeddings": architecture.context or 2048,
+        "attention_bias": kind == "qwen2",
+        "eos_token_id": end,
+        "bos_token_id": None,
+        "torch_dtype": "float32",
+    }
+
+
+def tensors_of(architecture: Architecture, params: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters under the names, and in the orientation, of Hugging Face."""
+    found: dict[str, Any] = {}
+    for name in architecture.shapes:
+        values = np.asarray(params[name], np.float32)
+        blocks = list(values) if name in STACKED else [values]
+        for number, block in enumerate(blocks):
+            turned = block.T if name in MATRICES or name == "head" else block
+            found[NAMES[name].format(number)] = np.ascontiguousarray(turned)
+    return found
