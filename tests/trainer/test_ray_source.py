@@ -1,0 +1,136 @@
+"""A Ray Dataset as a source: executed once, in its own order, and never on the way of a restart."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from trainer import ray_source
+from trainer.config import DataSettings
+from trainer.data import ray_parts
+from trainer.data.source import Source, open_source
+from trainer.settings import SettingsError
+from trainer.tokenizer import BytesTokenizer
+
+MODULE = """
+import time
+
+def squares():
+    import ray.data
+
+    return ray.data.range(400, override_num_blocks=4).map_batches(slow).map(text)
+
+def slow(batch):
+    time.sleep(1.0 if batch["id"][0] == 0 else 0.0)  # the first block is ready last
+    return batch
+
+def text(row):
+    return {"prompt": f"{row['id']} squared is ", "completion": str(row["id"] ** 2), "other": 1}
+
+def nothing():
+    return 5
+
+number = 5
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "users_data.py").write_text(MODULE)
+    return tmp_path
+
+
+def open_(folder: Path, name: str = "users_data:squares", **more: Any) -> Source:
+    settings = DataSettings.model_validate(
+        {"path": name, "format": "ray", "batch_size": 4, "sequence_length": 32, **more}
+    )
+    return open_source(settings, BytesTokenizer(), folder, seed=1, held_out_batches=1)
+
+
+def write_parts(folder: Path, count: int = 2) -> Path:
+    """What an execution would have left, of 40 rows a part."""
+    import pyarrow as pa
+
+    out = ray_parts.folder_of("users_data:squares", folder, folder / "runs/.data", "text")
+    out.mkdir(parents=True)
+    tables = [
+        pa.Table.from_pylist([{"prompt": "a", "completion": f"b{part}{n}"} for n in range(40)])
+        for part in range(count)
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ray_source, "PART_BYTES", 1)  # a part for each table
+        parts = [
+            {"name": path.name, "rows": rows, "sha256": ray_source._digest_of_file(path)}
+            for path, rows in ray_source._write(tables, "squares", out, "text")
+        ]
+    (out / ray_parts.MARK).write_text(json.dumps({"parts": parts}))
+    return out
+
+
+def test_parts_that_are_there_are_read_and_nothing_is_executed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A restart that waits for a cluster to do the same again is no recovery."""
+    write_parts(folder)
+    monkeypatch.setattr(ray_parts, "_execute", None)
+    source = open_(folder)
+    assert source.facts()["data_documents"] + source.facts()["held_out_documents"] == 80
+    (folder / "users_data.py").write_text("# other code, other data\n" + MODULE)
+    with pytest.raises(TypeError):
+        open_(folder)
+
+
+def test_a_damaged_part_is_named_with_the_remedy(folder: Path) -> None:
+    """Parquet itself would read some flipped bits without a word."""
+    out = write_parts(folder)
+    content = bytearray((out / "part-00001.parquet").read_bytes())
+    content[20] ^= 1
+    (out / "part-00001.parquet").write_bytes(content)
+    with pytest.raises(
+        SettingsError, match=r"part-00001\.parquet: is not what was written; remove"
+    ):
+        open_(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "complaint"),
+    [
+        ("users_nowhere:squares", "there is no module 'users_nowhere'"),
+        ("users_data:missing", "the module has no function 'missing'"),
+        ("users_data:number", "the module has no function 'number'"),
+    ],
+)
+def test_a_dataset_that_is_not_there_is_named(folder: Path, name: str, complaint: str) -> None:
+    """Before a minute is spent on starting Ray."""
+    with pytest.raises(SettingsError, match=complaint):
+        open_(folder, name)
+    assert not list((folder / "runs").glob(".data/*.partial"))
+
+
+def test_a_ray_dataset_is_executed_once_in_its_own_order(folder: Path) -> None:
+    """Ray yields whichever block is ready first, and cannot resume where it was."""
+    source = open_(folder, packing="none")
+    assert source.facts()["data_documents"] == 380
+    (out,) = (folder / "runs/.data").glob("ray-*/")
+    import pyarrow.parquet
+
+    rows = pyarrow.parquet.read_table(out / "part-00000.parquet").to_pylist()
+    assert rows == [{"prompt": f"{n} squared is ", "completion": str(n * n)} for n in range(400)]
+    written = (out / "part-00000.parquet").stat().st_mtime_ns
+    assert open_(folder, packing="none").sample_ids(7) == source.sample_ids(7)
+    assert (out / "part-00000.parquet").stat().st_mtime_ns == written
+    ours = [one for one in psutil.process_iter(["cmdline"]) if _is_of(one, folder)]
+    assert not ours
+
+
+def _is_of(process: psutil.Process, folder: Path) -> bool:
+    """Whether a process of Ray that this execution started is left."""
+    try:
+        return process.pid != os.getpid() and process.cwd() == str(folder)
+    except psutil.Error:
+        return False
