@@ -214,6 +214,7 @@ class _Assembly:
             startup_failures_max=budgets.startup_failures_max,
             node_failures_max=settings.cluster.node_failures_max,
             preemptions_max=budgets.preemptions_max,
+            rollbacks_max=settings.trainer.guards.rollbacks_max,
             window_s=budgets.window_s,
             no_progress_max=budgets.no_progress_max,
             same_error_max=budgets.same_error_max,
@@ -237,6 +238,7 @@ class _Assembly:
             committed_step=past.committed_step,
             progress_mark=past.committed_step - 1,
             verified=past.verified,
+            skips=past.skips,
         )
 
     def _performers(self, daemon: Daemon) -> Performers:
@@ -283,6 +285,7 @@ class _Assembly:
             "restore_point": None
             if isinstance(effect, x.PrepareStandby)
             else restore_point_of(effect),
+            "skips": [list(skip) for skip in getattr(effect, "skips", ())],
             "snapshots": {
                 "directory": str(self.snapshots),
                 "every_steps": settings.recovery.snapshot_every_steps,

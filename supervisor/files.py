@@ -40,6 +40,10 @@ class RunFiles:
         except FileNotFoundError:
             return
 
+    async def quarantine_above(self, step: int, why: str) -> None:
+        """Set aside whatever lies above a step, finished or not; only while no worker lives."""
+        await asyncio.to_thread(restore_points.quarantine_above, self.run_dir, step, why)
+
     async def prune(self, keep: int, verified: Sequence[tuple[int, int]]) -> None:
         """Delete what retention no longer keeps; one after another, lest two delete the same."""
         async with self._pruning:

@@ -18,6 +18,7 @@ class Past:
 
     `state` is empty if no daemon has run here. `active` is the generation that was told to train.
     `verified` are (generation, step) of the newest checkpoints that were read back and agreed.
+    `skips` are (step, number of batches left out before it).
     """
 
     state: str = ""
@@ -27,12 +28,14 @@ class Past:
     incidents: int = 0
     committed_step: int = -1
     verified: tuple[tuple[int, int], ...] = ()
+    skips: tuple[tuple[int, int], ...] = ()
 
 
 def past_of(records: Iterable[Record]) -> Past:
     """Read the records of one segment, in order."""
     state, active, committed_step = "", 0, -1
     verified: dict[tuple[int, int], None] = {}
+    skips: tuple[tuple[int, int], ...] = ()
     numbers = {"generation": 0, "placement": 0, "incident": 0}
     for record in records:
         if record["kind"] == "job":
@@ -42,6 +45,7 @@ def past_of(records: Iterable[Record]) -> Past:
             numbers["placement"] = max(numbers["placement"], job["placement"])
             numbers["incident"] = max(numbers["incident"], job["incidents"])
             verified |= dict.fromkeys((int(g), int(step)) for g, step in job["verified"])
+            skips = _pairs(job.get("skips", ()))
         elif record["kind"] == "move":
             event = record["event"]
             state = record["target"]
@@ -50,6 +54,9 @@ def past_of(records: Iterable[Record]) -> Past:
                     numbers[key] = max(numbers[key], int(named.get(key) or 0))
                 if named.get("effect") in _TRAIN:
                     active = int(named["generation"])
+                    skips = _pairs(named.get("skips", ()))
+                if named.get("effect") == "SelectRestorePoint" and named.get("step_max", -1) >= 0:
+                    committed_step = min(committed_step, int(named["step_max"]))
             if event["event"] == "checkpoint_committed":
                 committed_step = max(committed_step, event["step"])
                 verified[(event["generation"], event["step"])] = None
@@ -63,7 +70,12 @@ def past_of(records: Iterable[Record]) -> Past:
         incidents=numbers["incident"],
         committed_step=committed_step,
         verified=tuple(verified)[-16:],
+        skips=skips,
     )
+
+
+def _pairs(value: Iterable[Iterable[int]]) -> tuple[tuple[int, int], ...]:
+    return tuple((int(first), int(second)) for first, second in value)
 
 
 def past_on_disk(run_dir: Path) -> Past:

@@ -17,6 +17,7 @@ from supervisor.cluster import (
     PlacementTimedOut,
     Slot,
     SlotsSetAside,
+    Snapshot,
     StartFailed,
 )
 from supervisor.errors import EverstepError
@@ -77,6 +78,10 @@ class Disk(Protocol):
 
     async def quarantine(self, path: str, why: str) -> None:
         """Move a checkpoint to where nothing picks it again. Raises OSError, DiskError."""
+        ...
+
+    async def quarantine_above(self, step: int, why: str) -> None:
+        """The same for all above a step, finished or not. Raises OSError, DiskError."""
         ...
 
     async def prune(self, keep: int, verified: Sequence[tuple[int, int]]) -> None:
@@ -309,6 +314,8 @@ class Performers:
             snapshots = []
         if isinstance(snapshots, BaseException):
             raise snapshots
+        if effect.step_max >= 0:
+            points, snapshots = await self._roll_back(effect, points, snapshots)
         common["at"] = self.clock()
         newest = max(
             (point for point in snapshots if point.generation in accepted),
@@ -335,6 +342,27 @@ class Performers:
             return e.RestorePointSelected(**common, kind="seed", step=0, path="", saved_by=0)
         why = "the journal records a committed checkpoint, and none that can be loaded is left"
         return e.RestorePointsExhausted(**common, why=why)
+
+    async def _roll_back(
+        self,
+        effect: x.SelectRestorePoint,
+        points: Sequence[RestorePoint],
+        snapshots: Sequence[Snapshot],
+    ) -> tuple[Sequence[RestorePoint], Sequence[Snapshot]]:
+        """What is left to choose from; all above the target is set aside, for good."""
+        points = [point for point in points if point.step <= effect.step_max]
+        kept = [
+            one
+            for one in snapshots
+            if one.step <= effect.step_max and not effect.checkpoints_only
+        ]
+        target = max((one.step for one in (*points, *kept)), default=0)
+        why = f"rolled back to step {target}"
+        await self.disk.quarantine_above(target, why)
+        for one in snapshots:
+            if one not in kept:
+                await self.cluster.discard_snapshot(one.generation, one.step)
+        return points, kept
 
     async def _place_where_it_fits(
         self, effect: x.PlaceSlots
@@ -425,7 +453,11 @@ class Performers:
 
     async def _preload_standby(self, effect: x.PreloadStandby) -> None:
         """A help, not a duty: who cannot load ahead loads when it is promoted."""
-        order = {"order": "preload", "restore_point": restore_point_of(effect)}
+        order = {
+            "order": "preload",
+            "restore_point": restore_point_of(effect),
+            "skips": [list(skip) for skip in effect.skips],
+        }
         ranks = range(self.workers)
         orders = (self.cluster.order(effect.generation, rank, order) for rank in ranks)
         for outcome in await asyncio.gather(*orders, return_exceptions=True):
@@ -446,7 +478,11 @@ class Performers:
         ]
         if starting:
             await asyncio.wait(starting)
-        order = {"order": "promote", "restore_point": restore_point_of(effect)}
+        order = {
+            "order": "promote",
+            "restore_point": restore_point_of(effect),
+            "skips": [list(skip) for skip in effect.skips],
+        }
         # Drills may have struck, or been ordered, since it was started.
         faults = [self.spec_of(effect, rank).get("faults", []) for rank in range(self.workers)]
         try:

@@ -16,6 +16,9 @@ _TRAINING = (
     "checkpoint_committed",
     "checkpoint_failed",
     "snapshot_failed",
+    "numbers_diverged",
+    "replicas_diverged",
+    "batch_skipped",
     "completed",
 )
 
@@ -132,6 +135,22 @@ class Roster:
                     yield e.SnapshotFailed(**common, step=step, error=str(record["error"]))
                 case "checkpoint_failed":
                     yield e.CheckpointFailed(**common, step=step, error=str(record["error"]))
+                case "numbers_diverged" if len(self.said["numbers_diverged"]) == 1:
+                    names = ("metric", "value", "policy", "why")
+                    told = {name: str(record[name]) for name in names}
+                    batch = int(record["batch"])
+                    yield e.NumbersDiverged(**common, step=step, batch=batch, **told)
+                case "replicas_diverged" if len(self.said["replicas_diverged"]) == 1:
+                    yield e.ReplicasDiverged(
+                        **common,
+                        step=step,
+                        ranks=tuple(int(rank) for rank in record["ranks"]),
+                        agreed_step=int(record["agreed_step"]),
+                        why=str(record["why"]),
+                    )
+                case "batch_skipped" if record["rank"] == 0:
+                    told = {name: str(record[name]) for name in ("metric", "value")}
+                    yield e.BatchSkipped(**common, step=step, **told)
                 case "completed" if record["rank"] == 0:
                     yield e.TrainingCompleted(
                         **common,

@@ -24,10 +24,16 @@ class Effect:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelectRestorePoint(Effect):
-    """Find the newest restore point; the seed counts only if nothing was ever committed."""
+    """Find the newest restore point; the seed counts only if nothing was ever committed.
+
+    With a `step_max` of 0 or more this is a rollback: the newest up to that step (a checkpoint
+    only, if so asked), and what lies above it goes to quarantine.
+    """
 
     generation: int
     seed_allowed: bool
+    step_max: int = -1
+    checkpoints_only: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,13 +57,17 @@ class PlaceSlots(Effect):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartWorkers(Effect):
-    """Start a process in every slot and have it load the starting state."""
+    """Start a process in every slot and have it load the starting state.
+
+    `skips`: (step, number of batches left out before it and all later ones).
+    """
 
     generation: int
     kind: str
     step: int
     path: str
     saved_by: int
+    skips: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

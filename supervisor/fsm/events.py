@@ -354,6 +354,45 @@ class SnapshotFailed(GenerationEvent):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NumbersDiverged(GenerationEvent):
+    """A metric of a step is not finite, or far above what it was; the workers wait.
+
+    `batch` is the place of the step's rows in the data, which is `step` until some are skipped.
+    `policy` is what the settings ask for: "stop" or "rollback".
+    """
+
+    step: int
+    batch: int
+    metric: str
+    value: str
+    policy: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchSkipped(GenerationEvent):
+    """A step came out of bounds and was not applied; training went on with the next batch."""
+
+    step: int
+    metric: str
+    value: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicasDiverged(GenerationEvent):
+    """Copies of the same parameters are not equal: memory or arithmetic went wrong somewhere.
+
+    `ranks` are those that differ from most, or all of them where no majority agrees. They agreed
+    when `agreed_step` steps were finished.
+    """
+
+    ranks: tuple[int, ...]
+    step: int
+    agreed_step: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StandbyReady(GenerationEvent):
     """The next generation stands by. Its cost: seconds to start, MB of memory over its ranks."""
 

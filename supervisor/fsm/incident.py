@@ -66,6 +66,8 @@ def cause_of(event: Event) -> str:
         "placement_failed": "startup",
         "placement_timed_out": "startup",
         "restore_point_rejected": "restore_point",
+        "numbers_diverged": "numbers",
+        "replicas_diverged": "numbers",
     }
     return named.get(event.name, "worker")
 

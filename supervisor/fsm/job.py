@@ -31,6 +31,7 @@ from .effects import (
     WriteResult,
 )
 from .events import (
+    BatchSkipped,
     CheckpointCommitted,
     CheckpointFailed,
     DeadlinePassed,
@@ -39,7 +40,9 @@ from .events import (
     GenerationEvent,
     HousekeepingFailed,
     NodeLost,
+    NumbersDiverged,
     RaisedEvent,
+    ReplicasDiverged,
     RestorePointRejected,
     RestorePointSelected,
     RestorePointsUnreadable,
@@ -77,6 +80,7 @@ class Limits:
     startup_failures_max: int = 3
     node_failures_max: int = 3
     preemptions_max: int = -1
+    rollbacks_max: int = 3
     window_s: float = 3600.0
     no_progress_max: int = 10
     same_error_max: int = 3
@@ -115,6 +119,10 @@ class Job:
     restore_step: int = 0
     restore_path: str = ""
     restore_saved_by: int = 0
+    step_max: int = -1  # A rollback is under way, to this step or below.
+    checkpoints_only: bool = False
+    skip_through: int = -1  # The last batch that the rollback leaves out.
+    skips: tuple[tuple[int, int], ...] = ()  # (from this step on, batches left out before it)
     committed_step: int = -1
     verified: tuple[tuple[int, int], ...] = ()  # (generation, step) of the newest checkpoints
     stepped: bool = False  # Some generation finished a step: the user's code can work.
@@ -199,6 +207,9 @@ class Job:
 
     def may_promote(self, event: Event) -> bool:
         return self.rung == "standby" and self.slots_placed
+
+    def may_roll_back(self, event: NumbersDiverged) -> bool:
+        return event.policy == "rollback"
 
     def waits_for_capacity(self, event: Event) -> bool:
         return self.limits.capacity_wait_s > 0
@@ -292,7 +303,12 @@ class Job:
 
     def select_restore_point(self, event: Event) -> None:
         self.effects.append(
-            SelectRestorePoint(generation=self.active, seed_allowed=self.committed_step < 0)
+            SelectRestorePoint(
+                generation=self.active,
+                seed_allowed=self.committed_step < 0 or self.step_max >= 0,
+                step_max=self.step_max,
+                checkpoints_only=self.checkpoints_only,
+            )
         )
 
     def select_again_later(self, event: RestorePointsUnreadable) -> None:
@@ -304,10 +320,20 @@ class Job:
         self.restore_path, self.restore_saved_by = event.path, event.saved_by
         if event.kind == "checkpoint":
             self.committed_step = event.step
+        if self.step_max >= 0:
+            self._go_back(event.step)
         if event.step > self.progress_mark:
             self.progress_mark, self.no_progress, self.streak = event.step, 0, 0
         else:
             self.no_progress += 1
+
+    def _go_back(self, step: int) -> None:
+        """What lies above is set aside, and the batches that led astray are left out."""
+        self.committed_step = min(self.committed_step, step)
+        self.verified = tuple(each for each in self.verified if each[1] <= step)
+        if self.skip_through >= step:
+            before = tuple(skip for skip in self.skips if skip[0] < step)
+            self.skips = (*before, (step, self.skip_through + 1 - step))
 
     def place_slots(self, event: Event) -> None:
         self.placement += 1
@@ -367,6 +393,7 @@ class Job:
             "step": self.restore_step,
             "path": self.restore_path,
             "saved_by": self.restore_saved_by,
+            "skips": self.skips,
         }
 
     def wait_for_capacity(self, event: Event) -> None:
@@ -378,6 +405,8 @@ class Job:
 
     def close_incident(self, event: Event) -> None:
         self.purpose = self.stage = ""
+        self.step_max = self.skip_through = -1
+        self.checkpoints_only = False
 
     def note_first_step(self, event: Event) -> None:
         self.stepped = True
@@ -397,6 +426,10 @@ class Job:
 
     def report_failed_snapshot(self, event: SnapshotFailed) -> None:
         self.effects.append(NotifyOperator(message=f"no snapshots for now: {event.error}"))
+
+    def report_skipped_batch(self, event: BatchSkipped) -> None:
+        message = f"step {event.step} was not applied: {event.metric} was {event.value}"
+        self.effects.append(NotifyOperator(message=message))
 
     def report_housekeeping(self, event: HousekeepingFailed) -> None:
         self.effects.append(NotifyOperator(message=f"{event.action} failed: {event.error}"))
@@ -446,6 +479,15 @@ class Job:
     def open_incident(self, event: Event) -> None:
         self.incidents += 1
         self.incident = incident_of(event, number=self.incidents, generation=self.active)
+
+    def plan_rollback(self, event: NumbersDiverged) -> None:
+        """To a checkpoint before the step, and past the batches from there up to it."""
+        self.step_max, self.checkpoints_only = event.step, True
+        self.skip_through = event.batch
+
+    def plan_return(self, event: ReplicasDiverged) -> None:
+        """To the last state on which all agreed; the data is not to blame."""
+        self.step_max = event.agreed_step
 
     def fall_a_rung(self, event: Event) -> None:
         """What fails on the way back belongs to the incident that is under way."""
@@ -571,6 +613,7 @@ class Job:
             "startup": self.limits.startup_failures_max,
             "node": self.limits.node_failures_max,
             "preemption": self.limits.preemptions_max,
+            "numbers": self.limits.rollbacks_max,
         }[cause]
 
     def _backoff_s(self, incident: int) -> float:

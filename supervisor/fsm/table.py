@@ -171,6 +171,38 @@ RUNNING = [
     ),
 ]
 
+NUMBERS = [
+    on(
+        e.NumbersDiverged,
+        S.RUNNING,
+        S.DRAINING,
+        "back to a checkpoint before it, and past the batches in between",
+        when="may_roll_back",
+        do="drain_to_recover open_incident plan_rollback kill_workers",
+    ),
+    on(
+        e.NumbersDiverged,
+        S.RUNNING,
+        S.DRAINING,
+        "the settings ask for a stop; a retry would meet the same numbers",
+        do="drain_to_fail open_incident kill_workers",
+    ),
+    on(
+        e.ReplicasDiverged,
+        S.RUNNING,
+        S.DRAINING,
+        "back to the last state on which all replicas agreed",
+        do="drain_to_recover open_incident plan_return kill_workers",
+    ),
+    on(
+        e.BatchSkipped,
+        (S.RUNNING, S.DRAINING),
+        None,
+        "the state is as it was before the step; a person should know",
+        do="report_skipped_batch",
+    ),
+]
+
 RUNGS = [
     on(
         event,
@@ -637,8 +669,21 @@ IGNORED = [
         NOT_STEPPED,
     ),
     *ignore([e.CheckpointCommitted], (S.RUNNING, S.DRAINING), "said twice"),
-    *ignore([e.SnapshotFailed], S.PROVISIONING, NO_WORKER),
-    *ignore([e.SnapshotFailed], STARTING, NOT_STEPPED),
+    *ignore(
+        [e.SnapshotFailed, e.NumbersDiverged, e.ReplicasDiverged, e.BatchSkipped],
+        S.PROVISIONING,
+        NO_WORKER,
+    ),
+    *ignore(
+        [e.SnapshotFailed, e.NumbersDiverged, e.ReplicasDiverged, e.BatchSkipped],
+        STARTING,
+        NOT_STEPPED,
+    ),
+    *ignore(
+        [e.NumbersDiverged, e.ReplicasDiverged],
+        S.DRAINING,
+        "said by another rank too, or too late to matter",
+    ),
     *ignore([e.StandbyReady, e.StandbyLost], LIVE, "it is no standby any more"),
     *ignore([e.WorkersSaved, e.LastSaveFailed], SETTLED, "no last save was asked for"),
     *ignore([e.WorkersSaved, e.LastSaveFailed], S.DRAINING, "the drain no longer waits for it"),
@@ -656,6 +701,7 @@ IGNORED = [
 TRANSITIONS: list[Row] = [
     *STARTING_UP,
     *RUNNING,
+    *NUMBERS,
     *RUNGS,
     *FAILURES,
     *DRAINING,

@@ -81,6 +81,9 @@ class Script:
     orphans_ended: Record | None = None  # how, while no daemon was there
     quarantine_fails: bool = False
     prune_fails: bool = False
+    bad_batches: dict[int, str] = field(default_factory=dict)  # the policy by the batch
+    replicas_diverge_at: int = -1  # a step of generation 1
+    agreed_every: int = 10
 
 
 class Worker:
@@ -192,6 +195,7 @@ class SimCluster:
         for rank in ranks:
             self.workers[(generation, rank)] = Worker(generation, rank)
         point = specs[0]["restore_point"]
+        self.skips[generation] = specs[0].get("skips", [])
         self._orders[generation] = asyncio.Queue()
         self._tasks[generation] = asyncio.create_task(self._live(generation, point, standby))
         return {rank: generation * 100 + rank for rank in ranks}
@@ -315,6 +319,7 @@ class SimCluster:
         while at < script.steps:
             stop_after = await self._orders_between(generation, crew, at, stop_after)
             await self._phase(crew, "step", at, script.step_s, point)
+            await self._look_at_the_numbers(generation, crew, at)
             typical = {"step": (script.step_s, script.step_s)}
             for worker in crew:
                 worker.durations = typical
@@ -348,11 +353,31 @@ class SimCluster:
             )
         await asyncio.sleep(FOREVER)
 
+    async def _look_at_the_numbers(self, generation: int, crew: list[Worker], at: int) -> None:
+        script, shift = self.script, 0
+        for first, count in self.skips[generation]:
+            shift = count if at >= first else shift
+        self.trained[at] = at + shift
+        said = None
+        if policy := script.bad_batches.get(at + shift):
+            told = {"metric": "loss", "value": "nan", "policy": policy, "why": "loss is nan"}
+            said = ("numbers_diverged", {"step": at, "batch": at + shift, **told})
+        elif at == script.replicas_diverge_at and generation == 1:
+            agreed = at // script.agreed_every * script.agreed_every
+            told = {"why": "rank 1 differs", "ranks": [1], "agreed_step": agreed}
+            said = ("replicas_diverged", {"step": at, **told})
+        if said is not None:
+            for worker in crew:
+                worker.enter("wait", at)
+                self.say(worker, said[0], **said[1])
+            await asyncio.sleep(FOREVER)
+
     async def _promoted(self, generation: int) -> dict[str, Any] | None:
         while True:
             _, order = await self._orders[generation].get()
             if order["order"] == "promote":
                 point: dict[str, Any] | None = order["restore_point"]
+                self.skips[generation] = order["skips"]
                 return point
 
     async def _orders_between(
@@ -527,6 +552,11 @@ class SimDisk:
             raise OSError(30, "Read-only file system")
         self.points = [point for point in self.points if str(point.path) != path]
         self.quarantined.append(path)
+
+    async def quarantine_above(self, step: int, why: str) -> None:
+        await asyncio.sleep(0.001)
+        self.quarantined += [str(point.path) for point in self.points if point.step > step]
+        self.points = [point for point in self.points if point.step <= step]
 
     async def prune(self, keep: int, verified: Sequence[tuple[int, int]]) -> None:
         if self.script.prune_fails:
