@@ -48,6 +48,7 @@ from supervisor.troubles import Troubles
 from supervisor.workers import silence
 from trainer.heartbeat import BeatMessage, StoreAddress, canary_key
 from trainer.orphans import how_they_ended
+from trainer.pace import DEFAULT_FAILURE_EVERY_S
 from trainer.snapshot import SnapshotError, sweep
 from trainer.snapshot import directory_of as snapshot_directory
 
@@ -285,6 +286,7 @@ class _Assembly:
             "restore_point": None
             if isinstance(effect, x.PrepareStandby)
             else restore_point_of(effect),
+            "failure_every_s": self._failure_every_s(),
             "skips": [list(skip) for skip in getattr(effect, "skips", ())],
             "snapshots": {
                 "directory": str(self.snapshots),
@@ -294,6 +296,12 @@ class _Assembly:
             "drills": settings.drills_allowed,
             "faults": self.drills.armed_for(rank),
         }
+
+    def _failure_every_s(self) -> float:
+        """Mean time between failures as far as it was seen, with one assumed before the run."""
+        seen_s = self.clock() - self.started_at + DEFAULT_FAILURE_EVERY_S
+        failures = max(0, self.daemon.job.incidents - self.past.incidents)
+        return round(seen_s / (1 + failures), 3)
 
     def _result(self, effect: x.WriteResult) -> dict[str, Any]:
         daemon, job = self.daemon, self.daemon.job

@@ -346,17 +346,15 @@ class Performers:
     async def _roll_back(
         self,
         effect: x.SelectRestorePoint,
-        points: Sequence[RestorePoint],
-        snapshots: Sequence[Snapshot],
-    ) -> tuple[Sequence[RestorePoint], Sequence[Snapshot]]:
+        points: list[RestorePoint],
+        snapshots: list[Snapshot],
+    ) -> tuple[list[RestorePoint], list[Snapshot]]:
         """What is left to choose from; all above the target is set aside, for good."""
         points = [point for point in points if point.step <= effect.step_max]
         kept = [
-            one
-            for one in snapshots
-            if one.step <= effect.step_max and not effect.checkpoints_only
+            one for one in snapshots if one.step <= effect.step_max and not effect.checkpoints_only
         ]
-        target = max((one.step for one in (*points, *kept)), default=0)
+        target = max([point.step for point in points] + [one.step for one in kept], default=0)
         why = f"rolled back to step {target}"
         await self.disk.quarantine_above(target, why)
         for one in snapshots:

@@ -136,10 +136,15 @@ class Roster:
                 case "checkpoint_failed":
                     yield e.CheckpointFailed(**common, step=step, error=str(record["error"]))
                 case "numbers_diverged" if len(self.said["numbers_diverged"]) == 1:
-                    names = ("metric", "value", "policy", "why")
-                    told = {name: str(record[name]) for name in names}
-                    batch = int(record["batch"])
-                    yield e.NumbersDiverged(**common, step=step, batch=batch, **told)
+                    yield e.NumbersDiverged(
+                        **common,
+                        step=step,
+                        batch=int(record["batch"]),
+                        metric=str(record["metric"]),
+                        value=str(record["value"]),
+                        policy=str(record["policy"]),
+                        why=str(record["why"]),
+                    )
                 case "replicas_diverged" if len(self.said["replicas_diverged"]) == 1:
                     yield e.ReplicasDiverged(
                         **common,
@@ -149,8 +154,12 @@ class Roster:
                         why=str(record["why"]),
                     )
                 case "batch_skipped" if record["rank"] == 0:
-                    told = {name: str(record[name]) for name in ("metric", "value")}
-                    yield e.BatchSkipped(**common, step=step, **told)
+                    yield e.BatchSkipped(
+                        **common,
+                        step=step,
+                        metric=str(record["metric"]),
+                        value=str(record["value"]),
+                    )
                 case "completed" if record["rank"] == 0:
                     yield e.TrainingCompleted(
                         **common,

@@ -130,7 +130,7 @@ def test_a_journal_that_rolls_over_loses_nothing_of_what_it_tells(
     script, limits, meddle = STORIES[story]()
     path = tmp_path / "rolled" / "journal.jsonl"
     path.parent.mkdir()
-    sim = simulate(path, script, limits=limits, meddle=meddle, roll_bytes=2000)
+    sim = simulate(path, script, limits=limits, meddle=meddle, roll_bytes=2600)
     assert len(archives(path)) >= 2
     assert sim.status == whole.status
     assert sim.names == whole.names

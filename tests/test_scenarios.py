@@ -69,6 +69,11 @@ def spent(sim: Sim, **by_cause: int) -> None:
     assert {cause: len(times) for cause, times in sim.daemon.job.spent.items()} == by_cause
 
 
+def trained(sim: Sim, batches: dict[int, int]) -> None:
+    """Which batch a step was done with, the last time that it was done."""
+    assert {step: sim.cluster.trained[step] for step in batches} == batches
+
+
 def started(sim: Sim, *generations: int) -> None:
     """Which generations were started to train, not to stand by."""
     started = [
@@ -452,6 +457,62 @@ SCENARIOS = {
     ),
     "the_memory_for_snapshots_is_full": Scenario(
         Script(snapshot_fails_at=12), events=["snapshot_failed"], check=lambda sim: spent(sim)
+    ),
+    "a_loss_that_is_not_finite_stops_the_job": Scenario(
+        Script(bad_batches={25: "stop"}),
+        status=4,
+        states=FAILED,
+        events=["numbers_diverged"],
+        check=lambda sim: spent(sim),
+    ),
+    "a_rollback_leaves_the_batches_out": Scenario(
+        Script(bad_batches={25: "rollback"}),
+        states=ONCE,
+        events=["numbers_diverged", "retry_granted", "restore_point_selected"],
+        check=lambda sim: (
+            restored(sim, 20),
+            spent(sim, numbers=1),
+            trained(sim, {19: 19, 20: 26, 39: 45}),
+        ),
+    ),
+    "a_rollback_with_a_standby": Scenario(
+        Script(bad_batches={25: "rollback"}, snapshot_every=1),
+        limits=STANDBY,
+        states=ONCE,
+        check=lambda sim: (restored(sim, 20), trained(sim, {20: 26}), started(sim, 1)),
+    ),
+    "a_second_rollback_from_the_same_checkpoint": Scenario(
+        Script(bad_batches={25: "rollback", 33: "rollback"}),
+        states=[*START, *RECOVERY, *RECOVERY, *END],
+        check=lambda sim: (spent(sim, numbers=2), trained(sim, {19: 19, 20: 34, 39: 53})),
+    ),
+    "a_rollback_before_the_first_checkpoint": Scenario(
+        Script(bad_batches={5: "rollback"}),
+        states=ONCE,
+        check=lambda sim: (restored(sim, 0), trained(sim, {0: 6, 39: 45})),
+    ),
+    "rollbacks_without_end": Scenario(
+        Script(bad_batches=dict.fromkeys(range(25, 999), "rollback")),
+        status=3,
+        states=[*START, *RECOVERY, *RECOVERY, *RECOVERY, "DRAINING", "FAILED"],
+        events=["retry_budget_exhausted"],
+        check=lambda sim: spent(sim, numbers=3),
+    ),
+    "a_worker_dies_after_a_rollback": Scenario(
+        faulty(Fault(kind="kill", step=35, generation=2), bad_batches={25: "rollback"}),
+        states=[*START, *RECOVERY, *RECOVERY, *END],
+        check=lambda sim: (restored(sim, 30), trained(sim, {20: 26, 30: 36, 39: 45})),
+    ),
+    "replicas_that_differ": Scenario(
+        Script(replicas_diverge_at=25, snapshot_every=1),
+        limits=STANDBY,
+        states=ONCE,
+        events=["replicas_diverged", "retry_granted"],
+        check=lambda sim: (
+            culprit(sim, (1,)),
+            restored(sim, 20),
+            trained(sim, {20: 20, 39: 39}),
+        ),
     ),
     "a_slot_is_lost_with_its_standby": Scenario(
         Script(snapshot_every=1),

@@ -207,6 +207,47 @@ class OptimizerSettings(Section):
     gradient_norm_max: float = Field(default=1.0, gt=0.0, description="larger ones are scaled")
 
 
+Policy = Literal["stop", "skip", "rollback"]
+
+
+class GuardSettings(Section):
+    """What happens when the numbers of a step go wrong."""
+
+    nonfinite: Policy = Field(
+        default="stop",
+        description="a loss or another metric that is not finite: fail, leave the step out, or go "
+        "back to the checkpoint before and leave out the batches in between",
+    )
+    spike_factor: float = Field(
+        default=0.0,
+        ge=0.0,
+        description="a loss above so many times the median of the last steps; 0 = anything goes",
+    )
+    spike: Policy = Field(default="rollback", description="the same for such a loss")
+    spike_window_steps: int = Field(default=64, ge=2, description="steps of the median")
+    skips_max: int = Field(default=10, ge=0, description="steps left out in a row before a stop")
+    rollbacks_max: int = Field(
+        default=3, ge=-1, description="within budgets.window_s; -1 = no limit"
+    )
+    compare_every_steps: int = Field(
+        default=100,
+        ge=0,
+        description="equality of the replicas' parameters is checked; 0 = never",
+    )
+
+    @field_validator("spike_factor")
+    @classmethod
+    def _above_one(cls, factor: float) -> float:
+        if 0 < factor <= 1:
+            raise ValueError("must be above 1, or 0 (no loss is a spike)")
+        return factor
+
+    @property
+    def leaves_out(self) -> bool:
+        """Whether a step must be able to keep the state that it was given."""
+        return "skip" in (self.nonfinite, self.spike if self.spike_factor else "")
+
+
 class TrainerSettings(Section):
     """What is trained, for how long, from which seed."""
 
@@ -224,6 +265,9 @@ class TrainerSettings(Section):
         default=100, ge=0, description="on held-out text; 0 = only at the end"
     )
     evaluate_batches: int = Field(default=8, ge=1, description="held-out batches an evaluation")
+    tensorboard: bool = Field(
+        default=False, description="metrics for TensorBoard too, in <run_dir>/<job>/tensorboard"
+    )
     options: dict[str, Any] = Field(
         default_factory=dict, description="a free table for a task of your own"
     )
@@ -231,6 +275,7 @@ class TrainerSettings(Section):
     model: ModelSettings = Field(default_factory=ModelSettings)
     data: DataSettings = Field(default_factory=DataSettings)
     optimizer: OptimizerSettings = Field(default_factory=OptimizerSettings)
+    guards: GuardSettings = Field(default_factory=GuardSettings)
 
     def relations(self) -> Iterator[Relation]:
         """A batch splits into equal parts."""
@@ -253,5 +298,9 @@ class TrainerSettings(Section):
 class CheckpointSettings(Section):
     """How often the state is saved, and how many saved states stay."""
 
-    every_steps: int = Field(default=50, ge=1, description="steps between two checkpoints")
+    every_steps: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
+        default=50,
+        description='steps between two checkpoints; "auto" = by what one costs and by how often '
+        "something fails",
+    )
     keep: int = Field(default=3, ge=2, description="verified checkpoints that stay on disk")

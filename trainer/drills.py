@@ -18,7 +18,7 @@ from typing import Any
 
 from trainer.heartbeat import PHASES
 
-KINDS = ("kill", "stop", "raise", "segfault", "exit", "hold-gil", "allocate", "sleep")
+KINDS = ("kill", "stop", "raise", "segfault", "exit", "hold-gil", "allocate", "sleep", "flip-bit")
 _AT_ONCE = frozenset({"kill", "stop", "segfault", "exit", "hold-gil"})
 _HEADROOM_BYTES = 1 << 30
 _FOR_EVER_S = 10**9
@@ -73,10 +73,14 @@ class Fault:
 
 
 class Drills:
-    """The faults that are still to come; `announce` is called just before each strikes."""
+    """The faults that are still to come; `announce` is called just before each strikes.
+
+    `flip_bit` damages the training state; whoever holds that sets it.
+    """
 
     def __init__(self, announce: Callable[[Fault], None]) -> None:
         self._announce = announce
+        self.flip_bit: Callable[[], None] | None = None
         self._armed: list[Fault] = []
         self._lock = threading.Lock()
 
@@ -122,6 +126,8 @@ class Drills:
             _allocate_until_refused()
         elif fault.kind == "sleep":
             time.sleep(seconds)
+        elif fault.kind == "flip-bit" and self.flip_bit is not None:
+            self.flip_bit()
 
 
 def _allocate_until_refused() -> None:

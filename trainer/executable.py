@@ -30,7 +30,7 @@ from trainer.task import Task
 
 log = structlog.get_logger()
 
-VERSION = 1
+VERSION = 2
 KEPT = 8
 """Files that stay in the folder, the newest: world sizes and settings come and go."""
 
@@ -105,7 +105,7 @@ def store(path: Path, programs: Programs) -> None:
     """
     from jax.experimental import serialize_executable
 
-    compiled: tuple[Any, Any] = (programs.train, programs.evaluate)
+    compiled: tuple[Any, ...] = (programs.train, programs.evaluate, programs.compare)
     found = [None if one is None else serialize_executable.serialize(one) for one in compiled]
     payload = pickle.dumps(found)
     header = {
@@ -141,11 +141,12 @@ def load(path: Path, layout: Layout, shapes: Shapes) -> Programs:
             None if one is None else serialize_executable.deserialize_and_load(*one)
             for one in pickle.loads(payload)
         ]
-        train, evaluate = loaded
+        train, evaluate, compare = loaded
     except Exception as error:  # unpickling and XLA raise whatever they like
         text = f"{path} cannot be loaded: {type(error).__name__}: {str(error)[:500]}"
         raise ExecutableRejected(text) from error
-    if train is None or (evaluate is None) != (shapes.held_out is None):
+    there = (train is not None, evaluate is not None, compare is not None)
+    if train is None or there != (True, shapes.held_out is not None, shapes.compared):
         raise ExecutableRejected(f"{path} holds other programs than the task has")
     return Programs(
         layout=layout,
@@ -153,6 +154,8 @@ def load(path: Path, layout: Layout, shapes: Shapes) -> Programs:
         batch_rows=shapes.batch_rows,
         train=train,
         evaluate=evaluate,
+        compare=compare,
+        guarded=shapes.guarded,
     )
 
 

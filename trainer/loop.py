@@ -9,8 +9,8 @@ import json
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,14 @@ import jax
 import numpy as np
 
 from trainer import checkpoint, executable, snapshot, step
+from trainer.board import Board
 from trainer.checkpoint import Committed, SaveFailed
 from trainer.config import CheckpointSettings
 from trainer.environment import describe_environment, differences
+from trainer.guards import BatchSkipped, Guard, NumbersDiverged, ReplicasDiverged
 from trainer.heartbeat import Beat
 from trainer.lines import LineFile
+from trainer.pace import DEFAULT_FAILURE_EVERY_S, Pace
 from trainer.pieces import Assembly, extent, form
 from trainer.snapshot_writer import Interval, SnapshotContext, SnapshotFailed, SnapshotWriter
 from trainer.spec import RestorePoint, Snapshots
@@ -44,7 +47,10 @@ class Ready:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """One finished step; `step_s` without evaluation and saving, `at` in seconds since 1970."""
+    """One finished step; `step_s` without evaluation and saving, `at` in seconds since 1970.
+
+    `metrics` are the task's other scalars.
+    """
 
     step: int
     loss: float
@@ -52,6 +58,7 @@ class StepReport:
     step_s: float
     tokens_per_s: float
     at: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +72,8 @@ class Finish:
     facts: Mapping[str, Any]
 
 
+Skips = Sequence[tuple[int, int]]
+
 _AGREED_EARLY, _AGREED_EVERY = (8, 16, 32), 64
 """At which of its steps a generation agrees on how often "auto" takes snapshots in parts."""
 
@@ -76,7 +85,23 @@ class MetricsChanged:
     why: str
 
 
-Outcome = Committed | SaveFailed | Interval | SnapshotFailed | MetricsChanged
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointInterval:
+    """What "auto" makes of the cost of a save: one every so many steps."""
+
+    every_steps: int
+    cost_s: float
+
+
+Outcome = (
+    Committed
+    | SaveFailed
+    | Interval
+    | SnapshotFailed
+    | MetricsChanged
+    | BatchSkipped
+    | CheckpointInterval
+)
 
 LAST_SAVE_PATIENCE_S = 600.0
 _LAST_SAVE_PAUSES_S = (1.0, 60.0)  # the first, the longest; doubled in between
@@ -96,8 +121,9 @@ class ModelTrainer:
 
     Call `connect()` and `prepare()` once, then drive `run()`; between two of its reports nothing
     is in flight but a save. Whoever stands by calls `build()` and `warm_up()`, and `restore()` when
-    its time has come. Rank 0 writes metrics and checkpoints, the first rank of each node snapshots;
-    `on_outcome` hears of these, from another thread too.
+    its time has come. `skips` are (step, batches left out before it and all later ones). Rank 0
+    writes metrics, the ranks of one replica checkpoints, those on a node snapshots; `on_outcome`
+    hears of these, from another thread too.
     """
 
     def __init__(
@@ -111,9 +137,15 @@ class ModelTrainer:
         on_outcome: Callable[[Outcome], None],
         snapshots: Snapshots | None = None,
         executables: Path | None = None,
+        skips: Skips = (),
+        failure_every_s: float = DEFAULT_FAILURE_EVERY_S,
     ) -> None:
         self._context, self._settings = context, context.settings
-        self._every_steps = checkpoints.every_steps
+        self._pace = Pace(checkpoints.every_steps, failure_every_s)
+        self._skips = tuple(skips)
+        self._guard = Guard(self._settings.guards)
+        self._agreed_step = self._told_pace = 0
+        self._board: Board | None = None
         self._job_dir, self._beat, self._restore_from = job_dir, beat, restore_from
         self._on_outcome = on_outcome
         self._executables = executables
@@ -171,9 +203,13 @@ class ModelTrainer:
             self._programs, lambda name, index: np.zeros(extent(index), blank[name].dtype)
         )
         batch = step.place_rows(self._layout, self._task.batch(0))
-        _, metrics = self._programs.train(state, batch)
+        _, metrics = self._programs.step(state, batch)
         _number(metrics["loss"])
         self._beat.tick()
+
+    def skip(self, skips: Skips) -> None:
+        """Which batches are left out, before a restore; see the class."""
+        self._skips = tuple(skips)
 
     def restore(self, point: Path | RestorePoint | None) -> Ready:
         """Load the starting state; everything but the steps is done then. May be called again.
@@ -182,6 +218,8 @@ class ModelTrainer:
         """
         self._beat.enter("restore")
         changed = self._restore(point)
+        self._agreed_step = self._progress.done
+        self._pace.start(self._progress.done)
         parts = self._layout.parts
         if self._context.rank < parts and self._saver is None:
             self._saver = checkpoint.Saver(
@@ -206,14 +244,57 @@ class ModelTrainer:
         while self._progress.done < self._settings.steps:
             index = self._progress.done
             report = self._step(index)
-            if self._evaluation_due(index):
+            sound = self._judge(report)
+            if sound and self._evaluation_due(index):
                 report = self._evaluate(report)
             if self._leads:
                 self._write_metrics(report)
-            if self._progress.done % self._every_steps == 0:
+            if sound and self._pace.due(self._progress.done, report.step_s):
                 self.save()
             yield report
-            self._snapshot(report.step_s)
+            if sound:
+                self._snapshot(report.step_s)
+            self._agree()
+
+    def _judge(self, report: StepReport) -> bool:
+        """Whether the state is worth keeping after this step.
+
+        Raises `NumbersDiverged` or `ReplicasDiverged` on all ranks alike, with the line of the
+        step written: what is there shows why.
+        """
+        anomaly = self._guard.judge({"loss": report.loss, **report.metrics})
+        if anomaly is not None and anomaly.policy == "skip":
+            self._on_outcome(
+                BatchSkipped(step=report.step, metric=anomaly.metric, value=anomaly.value)
+            )
+        elif anomaly is not None:
+            if self._leads:
+                self._write_metrics(report)
+            raise NumbersDiverged(report.step, self._batch_of(report.step), anomaly)
+        every = self._settings.guards.compare_every_steps
+        if self._programs.compare is not None and self._progress.done % every == 0:
+            self._compare_replicas(self._programs.compare)
+        return True
+
+    def _compare_replicas(self, compare: Callable[[State], Any]) -> None:
+        ranks = step.dissenting_ranks(self._layout, compare(self._state))
+        done = self._progress.done
+        if ranks:
+            named = ", ".join(map(str, ranks))
+            why = f"the parameters of rank {named} are not those of the other replicas"
+            raise ReplicasDiverged(done - 1, self._agreed_step, ranks, why)
+        self._agreed_step = done
+
+    def _batch_of(self, index: int) -> int:
+        """The place in the data of a step's batch."""
+        shift = 0
+        for first, count in self._skips:
+            shift = count if index >= first else shift
+        return index + shift
+
+    def flip_bit(self) -> None:
+        """Damage the state of this rank, for a drill."""
+        step.flip_bit(self._state)
 
     def save(self, *, wait: bool = False) -> int:
         """Save the state as it is, in the background unless told to wait; the number of steps.
@@ -222,12 +303,26 @@ class ModelTrainer:
         """
         done = self._progress.done
         self._beat.enter("checkpoint")
+        began = time.monotonic()
         if self._saver is not None:
             hold = step.to_host if self._layout.parts == 1 else step.host_pieces
             self._saver.save(done, hold(self._state), self._meta())
             if wait:
                 self._saver.require(done)
+        self._pace.saved(done, time.monotonic() - began)
+        self._tell_pace()
         return done
+
+    def _tell_pace(self) -> None:
+        """What "auto" comes to, when it has changed by more than noise."""
+        now = self._pace.every_steps
+        if (
+            self._leads
+            and self._pace.is_auto
+            and not 0.8 <= now / (self._told_pace or 1e-9) <= 1.25
+        ):
+            self._told_pace = now
+            self._on_outcome(CheckpointInterval(every_steps=now, cost_s=self._pace.cost_s))
 
     def finish(self) -> Finish:
         """Save the final state, wait for it, and sum up.
@@ -270,12 +365,17 @@ class ModelTrainer:
     def _step(self, index: int) -> StepReport:
         started = time.monotonic()
         self._beat.enter("step", index)
-        local = self._task.batch(index)
+        local = self._task.batch(self._batch_of(index))
         self._beat.tick()  # from here on the others may wait for this rank
         batch = step.place_rows(self._layout, local)
-        self._state, metrics = self._programs.train(self._state, batch)
+        self._state, metrics = self._programs.step(self._state, batch, self._guard.limit)
         self._beat.tick()
         loss = _number(metrics["loss"])
+        others = {
+            name: _number(value)
+            for name, value in metrics.items()
+            if name != "loss" and value.ndim == 0
+        }
         seconds = time.monotonic() - started
         self._progress.done = index + 1
         self._progress.loss = loss
@@ -288,6 +388,7 @@ class ModelTrainer:
             step_s=seconds,
             tokens_per_s=rate,
             at=time.time(),
+            metrics=others,
         )
 
     def _evaluation_due(self, index: int) -> bool:
@@ -309,38 +410,32 @@ class ModelTrainer:
             self._beat.tick()
         mean = math.fsum(losses) / len(losses)
         self._progress.held_out_loss = self._beat.held_out_loss = mean
-        return StepReport(
-            step=report.step,
-            loss=report.loss,
-            held_out_loss=mean,
-            step_s=report.step_s,
-            tokens_per_s=report.tokens_per_s,
-            at=report.at,
-        )
+        return replace(report, held_out_loss=mean)
 
     def _snapshot(self, step_s: float) -> None:
         """Keep the state in shared memory, where it is due, before the next step consumes it."""
         if self._snapshots is None:
             return
-        parts = self._layout.parts
-        if self._writer is None and self._context.local_rank < parts:
+        if self._writer is None and self._context.local_rank < self._layout.parts:
             self._writer = self._start_snapshots(self._snapshots)
-        if parts > 1 and self._snapshots.every_steps == "auto":
-            self._agree_on_interval()
         if self._writer is not None and self._writer.due(self._progress.done, step_s):
             pieces, volatile = step.snapshot_pieces(self._state)
             self._writer.take(self._progress.done, pieces, self._meta(), volatile=volatile)
 
-    def _agree_on_interval(self) -> None:
-        """All ranks, at the same steps: parts of a snapshot count when they are of one step."""
+    def _agree(self) -> None:
+        """On what "auto" comes to, where ranks hold parts: they count when they are of one step."""
+        if self._layout.parts == 1:
+            return
         self._steps_here += 1
-        if self._steps_here in _AGREED_EARLY or self._steps_here % _AGREED_EVERY == 0:
+        if self._steps_here not in _AGREED_EARLY and self._steps_here % _AGREED_EVERY:
+            return
+        if self._pace.is_auto:
+            self._pace.follow(step.largest(self._layout, self._pace.every_steps))
+        if self._snapshots is not None and self._snapshots.every_steps == "auto":
             mine = 1 if self._writer is None else self._writer.interval
             interval = step.largest(self._layout, mine)
             if self._writer is not None:
                 self._writer.follow(interval)
-        elif self._steps_here == 1 and self._writer is not None:
-            self._writer.follow(1)
 
     def _start_snapshots(self, snapshots: Snapshots) -> SnapshotWriter:
         context = self._context
@@ -349,7 +444,7 @@ class ModelTrainer:
             self._beat.snapshot_step = done
 
         every = snapshots.every_steps
-        return SnapshotWriter(
+        writer = SnapshotWriter(
             snapshots.directory,
             SnapshotContext(
                 run=str(self._job_dir),
@@ -365,10 +460,14 @@ class ModelTrainer:
             on_outcome=self._on_outcome,
             background_counts=self._layout.mesh.devices.flat[0].platform == "cpu",
         )
+        if self._layout.parts > 1 and every == "auto":
+            writer.follow(1)
+        return writer
 
     def _restore(self, point: Path | RestorePoint | None) -> tuple[str, ...]:
         if point is None:
             self._progress = _Progress()
+            self._guard = Guard(self._settings.guards)
             self._state = step.initial_state(self._task, self._programs, self._settings.seed)
             jax.block_until_ready(self._state)  # type: ignore[no-untyped-call]
             return ()
@@ -381,6 +480,7 @@ class ModelTrainer:
         self._progress = _Progress(
             done=int(meta["step"]), loss=meta.get("loss"), held_out_loss=meta.get("held_out_loss")
         )
+        self._guard = Guard(self._settings.guards, meta.get("recent_losses", ()))
         self._beat.loss = self._progress.loss
         self._beat.held_out_loss = self._progress.held_out_loss
         return self._compare(meta)
@@ -410,7 +510,9 @@ class ModelTrainer:
         """What lies beside the arrays; plain JSON. `next_batch` counts the rows consumed."""
         return {
             "step": self._progress.done,
-            "next_batch": self._progress.done * self._programs.batch_rows,
+            "next_batch": self._batch_of(self._progress.done) * self._programs.batch_rows,
+            "skips": [list(skip) for skip in self._skips],
+            "recent_losses": self._guard.recent,
             "position": dict(self._task.position(self._progress.done)),
             "generation": self._context.generation,
             "world_size": self._context.world_size,
@@ -423,7 +525,11 @@ class ModelTrainer:
         }
 
     def _write_metrics(self, report: StepReport) -> None:
+        if self._settings.tensorboard:
+            self._write_board(report)
+        others = {name: _json_number(value) for name, value in report.metrics.items()}
         line: dict[str, Any] = {
+            **others,
             "generation": self._context.generation,
             "step": report.step,
             "loss": _json_number(report.loss),
@@ -434,6 +540,21 @@ class ModelTrainer:
         if report.held_out_loss is not None:
             line["held_out_loss"] = _json_number(report.held_out_loss)
         self._metrics.append(json.dumps(line))
+
+    def _write_board(self, report: StepReport) -> None:
+        if self._board is None:
+            self._board = Board(self._job_dir / "tensorboard", report.step)
+        self._board.write(
+            report.step,
+            report.at,
+            {
+                "loss": report.loss,
+                **({} if report.held_out_loss is None else {"held_out_loss": report.held_out_loss}),
+                "tokens_per_s": report.tokens_per_s,
+                "step_s": report.step_s,
+                **report.metrics,
+            },
+        )
 
 
 def _number(scalar: Any) -> float:

@@ -30,11 +30,13 @@ from trainer import heartbeat
 from trainer.drills import Drills, Fault, FaultError
 from trainer.heartbeat import Beat, BeatSender, StoreAddress
 from trainer.lines import Tolerant, tolerant_text
-from trainer.spec import RestorePoint, SpecError, WorkerSpec
+from trainer.spec import RestorePoint, SpecError, WorkerSpec, read_skips
 
 log = structlog.get_logger()
 
 DISK_NEWS_EVERY_S = 60.0
+Skips = tuple[tuple[int, int], ...]
+
 GO_WAIT_S = 5.0
 """How long rank 0 waits, between two steps, for the others to know where to stop."""
 
@@ -103,8 +105,11 @@ class Orders:
         self.stop_asked = threading.Event()
         self.go = threading.Event()
         self.go_wait_s = GO_WAIT_S
-        self.standby: queue.SimpleQueue[tuple[bool, RestorePoint | None]] = queue.SimpleQueue()
-        """(whether it is promoted, where to start); before that it may be told what to load."""
+        self.standby: queue.SimpleQueue[tuple[bool, RestorePoint | None, Skips]] = (
+            queue.SimpleQueue()
+        )
+        """(whether it is promoted, where to start, what to leave out); before that it may be told
+        what to load."""
         self.promoted = False
         self.stop_after: int | None = None
 
@@ -191,7 +196,8 @@ class Worker:
             log.info("standing by", seconds=seconds)
         loaded: tuple[RestorePoint | None, Any] | None = None
         while True:
-            promoted, point = self.orders.standby.get()
+            promoted, point, skips = self.orders.standby.get()
+            trainer.skip(skips)
             if promoted:
                 self._point = point
                 return loaded[1] if loaded and loaded[0] == point else trainer.restore(point)
@@ -232,9 +238,43 @@ class Worker:
             on_outcome=self._report_outcome,
             snapshots=spec.snapshots,
             executables=Path(spec.run_dir) / "executables",
+            skips=spec.skips,
+            failure_every_s=spec.failure_every_s,
         )
 
     def _drive(self, trainer: Any) -> None:
+        from trainer.guards import NumbersDiverged, ReplicasDiverged
+
+        self.drills.flip_bit = trainer.flip_bit
+        try:
+            self._step_to_the_end(trainer)
+        except (NumbersDiverged, ReplicasDiverged) as error:
+            self._tell_of_the_numbers(error)
+            threading.Event().wait()  # the supervisor decides, and ends this process
+
+    def _tell_of_the_numbers(self, error: Any) -> None:
+        self.beat.enter("wait")
+        log.error("the numbers went wrong", why=str(error))
+        if anomaly := getattr(error, "anomaly", None):
+            self.reports.send(
+                "numbers_diverged",
+                step=error.step,
+                batch=error.batch,
+                metric=anomaly.metric,
+                value=str(anomaly.value),
+                policy=anomaly.policy,
+                why=anomaly.why,
+            )
+        else:
+            self.reports.send(
+                "replicas_diverged",
+                step=error.step,
+                agreed_step=error.agreed_step,
+                ranks=list(error.ranks),
+                why=error.why,
+            )
+
+    def _step_to_the_end(self, trainer: Any) -> None:
         first = True
         for report in trainer.run():
             if first:
@@ -306,8 +346,9 @@ class Worker:
             point = RestorePoint.from_dict("order.restore_point", given)
         if promoted and self.spec.drills and "faults" in order:
             self.drills.replace([Fault.from_dict(fault) for fault in order["faults"]])
+        skips = read_skips("order.skips", order.get("skips", ()))
         self.orders.promoted = promoted
-        self.orders.standby.put((promoted, point))
+        self.orders.standby.put((promoted, point, skips))
 
     def _arm(self, fault: Fault) -> None:
         if not self.spec.drills:
@@ -351,7 +392,8 @@ class Worker:
 
     def _report_outcome(self, outcome: Any) -> None:
         from trainer.checkpoint import Committed
-        from trainer.loop import MetricsChanged
+        from trainer.guards import BatchSkipped
+        from trainer.loop import CheckpointInterval, MetricsChanged
         from trainer.snapshot_writer import Interval, SnapshotFailed
 
         if isinstance(outcome, MetricsChanged):
@@ -364,6 +406,14 @@ class Worker:
         elif isinstance(outcome, SnapshotFailed):
             log.warning("snapshot failed", step=outcome.step, error=outcome.error)
             self.reports.send("snapshot_failed", step=outcome.step, error=outcome.error)
+        elif isinstance(outcome, BatchSkipped):
+            told = {"metric": outcome.metric, "value": str(outcome.value)}
+            log.warning("step left out", step=outcome.step, **told)
+            self.reports.send("batch_skipped", step=outcome.step, **told)
+        elif isinstance(outcome, CheckpointInterval):
+            cost_s = round(outcome.cost_s, 6)
+            log.info("checkpoint interval", every_steps=outcome.every_steps, cost_s=cost_s)
+            self.reports.send("checkpoint_interval", every_steps=outcome.every_steps, cost_s=cost_s)
         elif isinstance(outcome, Committed):
             self.reports.send(
                 "checkpoint_committed",

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from trainer.config import CheckpointSettings, TrainerSettings
 from trainer.drills import Fault, FaultError
+from trainer.pace import DEFAULT_FAILURE_EVERY_S
 
 ROLES = ("active", "standby")
 KINDS_OF_RESTORE_POINTS = ("checkpoint", "snapshot")
@@ -78,7 +79,8 @@ class WorkerSpec:
     `run_dir` is the job's own directory. `coordinator` ("host:port") may be empty in a world of
     one. Without `heartbeat` nothing is sent; the beat file is written all the same. A "standby"
     gets its restore point later, with the order to promote it. `log_file` is for a process that was
-    started before it was known what for; the others write to it from the start.
+    started before it was known what for; the others write to it from the start. `skips` are (step,
+    batches left out before it), `failure_every_s` is the mean time between failures (seconds).
     """
 
     job: str
@@ -102,6 +104,8 @@ class WorkerSpec:
     faults: tuple[Fault, ...] = ()
     snapshots: Snapshots | None = None
     log_file: str | None = None
+    skips: tuple[tuple[int, int], ...] = ()
+    failure_every_s: float = DEFAULT_FAILURE_EVERY_S
 
     def to_json(self) -> str:
         """One line of JSON, the password included: it belongs on a pipe, never in a log."""
@@ -130,6 +134,7 @@ class WorkerSpec:
         if values.get("heartbeat") is not None:
             store = _typed("spec.heartbeat", HeartbeatStore, raw["heartbeat"])
             values["heartbeat"] = HeartbeatStore(**store)
+        values["skips"] = read_skips("spec.skips", raw.get("skips", ()))
         try:
             values["faults"] = tuple(Fault.from_dict(one) for one in raw.get("faults", ()))
         except FaultError as error:
@@ -145,6 +150,20 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "str | None": (str, type(None)),
     "int | str": (int, str),
 }
+
+
+def read_skips(where: str, raw: object) -> tuple[tuple[int, int], ...]:
+    """Pairs of whole numbers; raises `SpecError`."""
+    if not isinstance(raw, list | tuple):
+        raise SpecError(f"{where} is {raw!r}, expected a list of pairs")
+    for pair in raw:
+        if not (
+            isinstance(pair, list | tuple)
+            and len(pair) == 2
+            and all(type(number) is int and number >= 0 for number in pair)
+        ):
+            raise SpecError(f"{where} holds {pair!r}, expected two whole numbers")
+    return tuple((pair[0], pair[1]) for pair in raw)
 
 
 def _snapshots(raw: object) -> Snapshots:

@@ -7,6 +7,7 @@ Everything is compiled once, ahead of the first step, and nothing here knows of 
 # (parts of jax carry no types)
 from __future__ import annotations
 
+import ctypes
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -19,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from trainer import sharding
 from trainer.config import MeshSettings
+from trainer.guards import APPLIED, dissenters
 from trainer.pieces import Assembly, Index, Piece, Read, index_of, whole
 from trainer.settings import SettingsError
 from trainer.task import Batch, State, Task, TaskError
@@ -46,12 +48,15 @@ class Layout:
 class Shapes:
     """What programs are compiled for: pytrees of shapes with their shardings.
 
-    `batch` and `held_out` are global; the latter is None for a task without evaluation.
+    `batch` and `held_out` are global; the latter is None for a task without evaluation. `guarded`:
+    a step can leave the state as it was; `compared`: there are replicas that should be equal.
     """
 
     state: Any
     batch: Any
     held_out: Any
+    guarded: bool = False
+    compared: bool = False
 
     @property
     def batch_rows(self) -> int:
@@ -69,8 +74,18 @@ class Programs:
     layout: Layout
     state: Any
     batch_rows: int
-    train: Callable[[State, Batch], tuple[State, Mapping[str, Any]]]
+    train: Callable[..., tuple[State, Mapping[str, Any]]]
     evaluate: Callable[[State, Batch], Mapping[str, Any]] | None
+    compare: Callable[[State], Any] | None = None
+    guarded: bool = False
+
+    def step(
+        self, state: State, batch: Batch, limit: float = np.inf
+    ) -> tuple[State, Mapping[str, Any]]:
+        """One step. A guarded one is not applied where its loss is above `limit` or not finite."""
+        if self.guarded:
+            return self.train(state, batch, np.float32(limit))
+        return self.train(state, batch)
 
 
 def make_layout(settings: MeshSettings) -> Layout:
@@ -129,6 +144,9 @@ def shapes_of(task: Task, layout: Layout, seed: int) -> Shapes:
         state=_abstract_state(task, layout, seed),
         batch=_abstract_batch(task.batch(0), layout),
         held_out=held_out,
+        guarded=task.context.settings.guards.leaves_out,
+        compared=task.context.settings.guards.compare_every_steps > 0
+        and layout.mesh.shape["dp"] > 1,
     )
 
 
@@ -144,10 +162,15 @@ def compile_shapes(task: Task, layout: Layout, shapes: Shapes) -> Programs:
     """Trace and compile the task's functions for these shapes; see `compile_programs`."""
     _check_contract(shapes.state, jax.eval_shape(task.train_step, shapes.state, shapes.batch))
     places = jax.tree.map(lambda leaf: leaf.sharding, shapes.state)
+    function: Callable[..., Any] = task.train_step
+    given: tuple[Any, ...] = (shapes.state, shapes.batch)
+    if shapes.guarded:
+        limit = jax.ShapeDtypeStruct((), np.float32, sharding=layout.whole)
+        function, given = _guarded(task), (*given, limit)
     with jax.set_mesh(layout.mesh):
-        train = jax.jit(
-            task.train_step, donate_argnums=0, out_shardings=(places, layout.whole)
-        ).lower(shapes.state, shapes.batch)
+        train = jax.jit(function, donate_argnums=0, out_shardings=(places, layout.whole)).lower(
+            *given
+        )
         evaluate = None
         if shapes.held_out is not None:
             lowered = jax.jit(task.evaluate, out_shardings=layout.whole)
@@ -158,7 +181,82 @@ def compile_shapes(task: Task, layout: Layout, shapes: Shapes) -> Programs:
         batch_rows=shapes.batch_rows,
         train=train.compile(),
         evaluate=evaluate,
+        compare=_compile_comparison(layout, shapes.state) if shapes.compared else None,
+        guarded=shapes.guarded,
     )
+
+
+def _guarded(task: Task) -> Callable[[State, Batch, Any], tuple[State, Mapping[str, Any]]]:
+    """The task's step, which gives the state back as it was where the numbers are out of bounds."""
+
+    def train_step(state: State, batch: Batch, limit: Any) -> tuple[State, Mapping[str, Any]]:
+        after, metrics = task.train_step(state, batch)
+        finite = [jnp.isfinite(value).all() for value in jax.tree.leaves(dict(metrics))]
+        applied = jnp.stack(finite).all() & (metrics["loss"] <= limit)
+        kept = jax.tree.map(lambda new, old: jnp.where(applied, new, old), after, state)
+        return kept, {**metrics, APPLIED: applied.astype(jnp.float32)}
+
+    return train_step
+
+
+def _compile_comparison(layout: Layout, state: Any) -> Callable[[State], Any]:
+    """Fingerprints uint32 `[dp, fsdp * tp, 2]` of what each device holds: equal bits, equal ones.
+
+    Two sums over the words of all leaves, one weighted by the place: any single bit that differs
+    changes both.
+    """
+    leaves = [leaf for _, leaf in named_leaves(state)]
+    dp = layout.mesh.shape["dp"]
+
+    def local(*parts: Any) -> Any:
+        total = jnp.zeros(2, jnp.uint32)
+        for number, part in enumerate(parts):
+            words = _words(part)
+            places = jnp.arange(words.size, dtype=jnp.uint32) * 2 + 1
+            sums = jnp.stack([words.sum(dtype=jnp.uint32), (words * places).sum(dtype=jnp.uint32)])
+            total = total * jnp.uint32(31) + sums * jnp.uint32(2 * number + 1)
+        return total[None]
+
+    def compare(state: State) -> Any:
+        parts = [_bits(leaf) for _, leaf in named_leaves(state)]
+        spread = jax.shard_map(
+            local,
+            mesh=layout.mesh,
+            in_specs=tuple(leaf.sharding.spec for leaf in leaves),
+            out_specs=PartitionSpec(sharding.AXES),
+            check_vma=False,
+        )
+        return spread(*parts).reshape(dp, -1, 2)
+
+    with jax.set_mesh(layout.mesh):
+        return jax.jit(compare, out_shardings=layout.whole).lower(state).compile()
+
+
+def _words(values: Any) -> Any:
+    """The bits of an array as uint32, flat."""
+    if values.dtype == jnp.bool_:
+        return values.astype(jnp.uint32).ravel()
+    bits = values.dtype.itemsize * 8
+    narrow = {8: jnp.uint8, 16: jnp.uint16}.get(bits, jnp.uint32)
+    return jax.lax.bitcast_convert_type(values, narrow).astype(jnp.uint32).ravel()
+
+
+def dissenting_ranks(layout: Layout, prints: Any) -> tuple[int, ...]:
+    """The ranks whose devices hold other bits than their peers; see `guards.dissenters`."""
+    table = np.asarray(prints.addressable_data(0))
+    found = dissenters([[tuple(int(v) for v in one) for one in row] for row in table])
+    devices = layout.mesh.devices.reshape(table.shape[:2])
+    return tuple(sorted({int(devices[place].process_index) for place in found}))
+
+
+def flip_bit(state: State) -> None:
+    """Change one bit of what this process holds of the state, as failing memory does (CPU only)."""
+    for piece in pieces_of(state):
+        values = np.asarray(piece.values)
+        if piece.values.device.platform == "cpu" and values.dtype == np.float32 and values.size:
+            ctypes.c_uint32.from_address(values.ctypes.data).value ^= 1 << 20
+            return
+    raise RuntimeError("no float32 array in memory that could be changed")
 
 
 def initial_state(task: Task, programs: Programs, seed: int) -> State:

@@ -196,6 +196,7 @@ async def _life(
             committed_step=past.committed_step,
             progress_mark=past.committed_step - 1,
             verified=past.verified,
+            skips=past.skips,
         ),
         journal=journal,
         clock=clock,
@@ -279,4 +280,5 @@ async def _life(
 def _spec(effect: x.StartWorkers | x.PrepareStandby, rank: int) -> dict[str, Any]:
     if isinstance(effect, x.PrepareStandby):
         return {"rank": rank, "role": "standby", "restore_point": None}
-    return {"rank": rank, "role": "active", "restore_point": restore_point_of(effect)}
+    point, skips = restore_point_of(effect), [list(skip) for skip in effect.skips]
+    return {"rank": rank, "role": "active", "restore_point": point, "skips": skips}

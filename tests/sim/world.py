@@ -124,6 +124,8 @@ class SimCluster:
         self._counting: set[int] = set()
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._orders: dict[int, asyncio.Queue[tuple[int, Record]]] = {}
+        self.skips: dict[int, list[list[int]]] = {}
+        self.trained: dict[int, int] = {}  # batch by step
 
     def say(self, worker: Worker, report: str, **facts: Any) -> None:
         """A report of a worker, as its slot passes it on."""
