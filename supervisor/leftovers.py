@@ -1,4 +1,4 @@
-"""Ends a job's own Ray head and Redis after its orphans: `python -m supervisor.leftovers RUN_DIR`.
+"""Ends a job's own Ray head and Redis after its orphans: `… -m supervisor.leftovers RUN_DIR SLOT`.
 
 Started by the last slot that leaves, since no daemon is there to do it. Where one is by now, they
 are that one's, and nothing is touched.
@@ -29,7 +29,7 @@ def end_leftovers(run_dir: Path) -> None:
 
 def main() -> None:
     """Wait until the slot that has started us is gone: what is below the head ends with it."""
-    slot, deadline = os.getppid(), time.monotonic() + _SLOT_LIMIT_S
+    slot, deadline = int(sys.argv[2]), time.monotonic() + _SLOT_LIMIT_S
     while os.getppid() == slot and time.monotonic() < deadline:
         time.sleep(_PAUSE_S)
     try:

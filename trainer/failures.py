@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.data.store import DataDamaged
+from trainer.data.store import DataUnavailable
 from trainer.drills import DrillError
 from trainer.environment import AddressTaken
 from trainer.settings import SettingsError
@@ -112,7 +112,7 @@ def could_not_start(error: BaseException) -> bool:
 def _is_users_fault(error: BaseException, in_their_code: bool) -> bool:
     if isinstance(error, SettingsError | TaskError):
         return True
-    if isinstance(error, DrillError | MemoryError | DataDamaged) or lost_a_peer(error):
+    if isinstance(error, DrillError | MemoryError | DataUnavailable) or lost_a_peer(error):
         return False
     if isinstance(error, OSError):
         by_name = FileNotFoundError | PermissionError | NotADirectoryError | IsADirectoryError

@@ -16,8 +16,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
+T = TypeVar("T")
 Report = dict[str, Any]
 
 TICK_S = 1.0
@@ -192,7 +193,7 @@ def _follow(crew: Crew, trainee: Trainee) -> None:
     _await(lambda: crew.told("ended", 0), trainee, SAVE_S)
 
 
-def _await(found: Callable[[], Any], trainee: Trainee, limit_s: float) -> Any:
+def _await(found: Callable[[], T | None], trainee: Trainee, limit_s: float) -> T | None:
     """What `found` finds before the trainee ends and the time is over; None else."""
     deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:
@@ -208,7 +209,8 @@ def _await(found: Callable[[], Any], trainee: Trainee, limit_s: float) -> Any:
 def leave_cluster(afterwards: Sequence[str]) -> None:
     """End this slot's process. The first of a placement is the last to go: it gives that back.
 
-    `afterwards` is a command that outlives it, to end what else no daemon is there for.
+    `afterwards` is a command that outlives it, to end what else no daemon is there for; it is given
+    the pid of the slot, which ends before.
     """
     try:
         import ray
@@ -227,14 +229,14 @@ def leave_cluster(afterwards: Sequence[str]) -> None:
 
 
 def _start_apart(command: Sequence[str]) -> None:
-    """In a session of its own, and without the marks by which what Ray has started is ended."""
+    """With our pid, in a session of its own, without the marks by which Ray's processes end."""
     own = {
         name: text
         for name, text in os.environ.items()
         if not name.startswith("RAY_") and name != "EVERSTEP_EMBEDDED"
     }
     subprocess.Popen(
-        command,
+        [*command, str(os.getpid())],
         env=own,
         cwd="/",
         stdin=subprocess.DEVNULL,

@@ -230,6 +230,7 @@ class Worker:
                 generation=spec.generation,
                 config_dir=spec.config_dir,
                 settings=spec.trainer,
+                tick=self.beat.tick,
             ),
             checkpoints=spec.checkpoint,
             job_dir=Path(spec.run_dir),

@@ -18,12 +18,12 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from trainer.data.documents import columns_of
-from trainer.data.ray_parts import MARK
+from trainer.data.ray_parts import MARK, STATUS_NO_RAY
 from trainer.settings import SettingsError
 
 PART_BYTES = 64 << 20
@@ -45,22 +45,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     try:
-        function = _function(options.name)
         if options.address != "local":
-            _execute(function, options.name, options.out, options.text_key, options.address, None)
+            _execute(options.name, options.out, options.text_key, options.address, {})
             return 0
         temporary = Path(tempfile.gettempdir()) / f"everstep-ray-{_digest_of(options.out)}"
         shutil.rmtree(temporary, ignore_errors=True)  # of one that was killed
         temporary.mkdir(mode=0o700)
         try:
             _keep_private(temporary)
-            _execute(function, options.name, options.out, options.text_key, "local", str(temporary))
+            local = {"_temp_dir": str(temporary), "include_dashboard": False}
+            _execute(options.name, options.out, options.text_key, "local", local)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
     except SettingsError as error:
         print(error, file=sys.stderr)
         return 2
+    except _NoRay as error:
+        print(error, file=sys.stderr)
+        return STATUS_NO_RAY
     return 0
+
+
+class _NoRay(Exception):
+    """Ray could not be started or reached: nothing that the user's function has done."""
 
 
 def _function(name: str) -> Callable[[], Any]:
@@ -88,19 +95,15 @@ def _keep_private(folder: Path) -> None:
     )
 
 
-def _execute(
-    function: Callable[[], Any],
-    name: str,
-    out: Path,
-    text_key: str,
-    address: str,
-    temporary: str | None,
-) -> None:
+def _execute(name: str, out: Path, text_key: str, address: str, options: Mapping[str, Any]) -> None:
     import ray
     import ray.data
 
-    local: dict[str, Any] = {"_temp_dir": temporary, "include_dashboard": False}
-    ray.init(address=address, **(local if temporary else {}))
+    function = _function(name)
+    try:
+        ray.init(address=address, **options)
+    except Exception as error:
+        raise _NoRay(f"Ray at {address!r} cannot be used: {error}") from error
     try:
         context = ray.data.DataContext.get_current()
         context.execution_options.preserve_order = True  # else whichever block is ready first

@@ -8,8 +8,8 @@ from __future__ import annotations
 import importlib
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from trainer.config import TASK_OF_THE_HOUSE, TrainerSettings
@@ -40,6 +40,8 @@ class Context:
     feed: tuple[int, int] | None = None
     """Which of how many equal parts of a batch's rows this rank feeds; None = part `rank` of
     `world_size`. Ranks that hold parts of one matrix feed the same rows."""
+    tick: Callable[[], None] = field(default=lambda: None, repr=False, compare=False)
+    """To be called while a long preparation goes on: silence for too long is taken for a hang."""
 
     @property
     def options(self) -> Mapping[str, Any]:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -41,6 +44,9 @@ def slow():
 def text(row):
     time.sleep(0.5)
     return {"text": str(row["id"])}
+
+def raises():
+    return ray.data.range(10).map(lambda row: {"text": 1 / (row["id"] - 5)})
 """
 
 
@@ -85,8 +91,11 @@ def test_a_reader_that_is_killed_takes_its_ray_along(tmp_path: Path) -> None:
     (tmp_path / "users_slow.py").write_text(DATASET)
     config = tmp_path / "job.toml"
     config.write_text('[trainer.data]\nformat = "ray"\npath = "users_slow:slow"\n')
+    short = tempfile.mkdtemp(prefix="es-")  # Ray's sockets need a short path
     reader = subprocess.Popen(
-        [sys.executable, "-m", "trainer.data", "--config", str(config)], start_new_session=True
+        [sys.executable, "-m", "trainer.data", "--config", str(config)],
+        start_new_session=True,
+        env={**os.environ, "TMPDIR": short},
     )
     try:
         deadline = time.monotonic() + 60
@@ -98,8 +107,23 @@ def test_a_reader_that_is_killed_takes_its_ray_along(tmp_path: Path) -> None:
         reader.kill()
         reader.wait()
     _, alive = psutil.wait_procs(below, timeout=30)
+    shutil.rmtree(short)
     assert not [one for one in alive if one.status() != psutil.STATUS_ZOMBIE]
     assert not list((tmp_path / "runs/.data").glob("ray-*/parts.json"))
+
+
+@full
+def test_what_the_users_function_raises_is_shown(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It runs in a task of Ray, on whatever node."""
+    (tmp_path / "users_slow.py").write_text(DATASET)
+    config = tmp_path / "job.toml"
+    config.write_text('[trainer.data]\nformat = "ray"\npath = "users_slow:raises"\n')
+    assert subprocess.call([sys.executable, "-m", "trainer.data", "--config", str(config)]) == 2
+    said = capfd.readouterr().err
+    assert 'path = "users_slow:raises": the Ray Dataset could not be executed' in said
+    assert "ZeroDivisionError" in said
 
 
 def _names_below(pid: int) -> list[str]:

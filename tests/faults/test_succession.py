@@ -105,6 +105,7 @@ def left_alone(tiny: Job, daemon: Daemon) -> list[Identity]:
     return workers
 
 
+@full
 def test_workers_without_a_daemon_save_and_end_and_the_next_daemon_goes_on_from_there(
     job: MakeJob, undisturbed: Numbers
 ) -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
+import shutil
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +16,7 @@ import numpy as np
 import pytest
 
 from tests.trainer.harness import TINY, Report, World
+from trainer.heartbeat import HeartbeatError, read_beat_file
 
 PACKED: dict[str, Any] = {
     **TINY,
@@ -73,6 +78,26 @@ def test_a_resume_on_one_worker_instead_of_two_sees_the_same_samples(packed: Run
     assert list(found) == list(packed.losses)
     assert np.allclose(list(found.values()), list(packed.losses.values()), rtol=1e-4)
     assert completed["held_out_loss"] == pytest.approx(packed.completed["held_out_loss"], rel=1e-4)
+
+
+def test_a_rank_that_waits_for_data_shows_that_it_goes_on(packed: Run) -> None:
+    """Tokenising takes longer than a start usually may (its deadline is two minutes)."""
+    world = packed.world
+    (meta,) = (world.config_dir / "runs/.data").glob("*/store.json")
+    shutil.rmtree(meta.parent)
+    with (meta.parent.with_suffix(".lock")).open("rb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)  # as another rank that tokenises
+        (rank,) = world.launch(generation=4, world_size=1, trainer=PACKED)
+        beats: set[int] = set()
+        deadline = time.monotonic() + 60.0
+        while len(beats) < 8:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+            with contextlib.suppress(OSError, HeartbeatError):
+                beat = read_beat_file(world.job_dir / "beat-4-0")
+                assert beat.phase == "initialize"
+                beats.add(beat.seq)
+    assert rank.until("ready")["step"] == 0
 
 
 def test_a_resume_with_other_data_says_so(packed: Run) -> None:

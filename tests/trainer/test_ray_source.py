@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,16 @@ from trainer import ray_source
 from trainer.config import DataSettings
 from trainer.data import ray_parts
 from trainer.data.source import Source, open_source
+from trainer.data.store import DataUnavailable
 from trainer.settings import SettingsError
 from trainer.tokenizer import BytesTokenizer
 
 MODULE = """
 import time
 
-def squares():
-    import ray.data
+import ray.data
 
+def squares():
     return ray.data.range(400, override_num_blocks=4).map_batches(slow).map(text)
 
 def slow(batch):
@@ -31,17 +33,14 @@ def slow(batch):
 
 def text(row):
     return {"prompt": f"{row['id']} squared is ", "completion": str(row["id"] ** 2), "other": 1}
-
-def nothing():
-    return 5
-
-number = 5
 """
+SMALL = "number = 5\n"
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "users_data.py").write_text(MODULE)
+    (tmp_path / "users_small.py").write_text(SMALL)
     return tmp_path
 
 
@@ -101,8 +100,8 @@ def test_a_damaged_part_is_named_with_the_remedy(folder: Path) -> None:
     ("name", "complaint"),
     [
         ("users_nowhere:squares", "there is no module 'users_nowhere'"),
-        ("users_data:missing", "the module has no function 'missing'"),
-        ("users_data:number", "the module has no function 'number'"),
+        ("users_small:missing", "the module has no function 'missing'"),
+        ("users_small:number", "the module has no function 'number'"),
     ],
 )
 def test_a_dataset_that_is_not_there_is_named(folder: Path, name: str, complaint: str) -> None:
@@ -110,6 +109,23 @@ def test_a_dataset_that_is_not_there_is_named(folder: Path, name: str, complaint
     with pytest.raises(SettingsError, match=complaint):
         open_(folder, name)
     assert not list((folder / "runs").glob(".data/*.partial"))
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [(1, SettingsError), (ray_parts.STATUS_NO_RAY, DataUnavailable), (-9, DataUnavailable)],
+)
+def test_only_what_the_function_did_is_the_users_mistake(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, status: int, kind: type[Exception]
+) -> None:
+    """A Ray that does not start on a busy machine may do so at the next try."""
+    script = folder / "python"
+    end = f"exit {status}" if status > 0 else f"kill {status} $$"
+    script.write_text(f"#!/bin/sh\necho the last words\n{end}\n")
+    script.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(script))
+    with pytest.raises(kind, match=f"status {status};(.|\n)*the last words"):
+        open_(folder)
 
 
 def test_a_ray_dataset_is_executed_once_in_its_own_order(folder: Path) -> None:

@@ -6,6 +6,8 @@ import functools
 import json
 import multiprocessing
 import os
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -474,3 +476,18 @@ def test_settings_that_contradict_each_other_are_refused_when_they_are_read(
     """`check` should find it, not the worker."""
     with pytest.raises(ValueError, match=complaint):
         DataSettings.model_validate(values)
+
+
+def test_the_default_job_imports_nothing_of_the_extra() -> None:
+    """It must start quickly, and on a machine that has none of it."""
+    code = """
+import sys
+from trainer.config import DataSettings
+from trainer.data.source import open_source
+from trainer.tokenizer import BytesTokenizer
+source = open_source(DataSettings(), BytesTokenizer(), "/", seed=0, held_out_batches=1)
+assert source.train_rows(0, slice(0, 2))["tokens"].shape == (2, 129)
+found = {"grain", "pyarrow", "tokenizers", "jax"} & set(sys.modules)
+assert not found, found
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -15,6 +15,7 @@ from pydantic import ConfigDict, Field
 
 from trainer.config import TASK_OF_THE_HOUSE, TrainerSettings
 from trainer.data.source import open_source
+from trainer.data.store import DataUnavailable
 from trainer.settings import Section, SettingsError, read_settings
 from trainer.tokenizer import BytesTokenizer, Tokenizer
 
@@ -65,6 +66,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for problem in error.problems:
             print(problem, file=sys.stderr)
         return 2
+    except DataUnavailable as error:
+        print(error, file=sys.stderr)
+        return 1
     for name, value in source.facts().items():
         print(f"{name}: {value}")
     return 0

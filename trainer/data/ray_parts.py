@@ -16,11 +16,14 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from trainer.data.store import locked, new_directory
+from trainer.data.store import DataUnavailable, locked, new_directory
 from trainer.settings import SettingsError
 
 MARK = "parts.json"
 """Written last: names the parts in order."""
+
+STATUS_NO_RAY = 75
+"""The exit status of the executing process where Ray failed, not the user's function."""
 
 _POLL_S = 0.2
 _TAIL_LINES = 12
@@ -37,7 +40,7 @@ def executed(
     """The parts of the datasets that these "module:function" return, in order.
 
     `address`: where to execute what was not yet; "local": on this machine. Raises `SettingsError`
-    with what the function raised.
+    with what the function raised, `DataUnavailable` where Ray fails or the process is killed.
     """
     found = []
     for name in names:
@@ -118,12 +121,16 @@ def _execute(
             if process.poll() is None:
                 process.kill()
                 process.wait()
-    if process.returncode:
-        tail = "\n".join(log.read_text(errors="replace").splitlines()[-_TAIL_LINES:])
-        raise SettingsError(
-            f'[trainer.data] path = "{arguments[0]}": the Ray Dataset could not be executed '
-            f"(status {process.returncode}; all of it in {log}):\n{tail}"
-        )
+    if process.returncode == 0:
+        return
+    tail = "\n".join(log.read_text(errors="replace").splitlines()[-_TAIL_LINES:])
+    message = (
+        f'[trainer.data] path = "{arguments[0]}": the Ray Dataset could not be executed '
+        f"(status {process.returncode}; all of it in {log}):\n{tail}"
+    )
+    if process.returncode == STATUS_NO_RAY or process.returncode < 0:
+        raise DataUnavailable(message)
+    raise SettingsError(message)
 
 
 def _python_path(config_dir: Path) -> str:

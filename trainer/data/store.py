@@ -47,7 +47,11 @@ _NO_PLACE = frozenset(
 Ids = NDArray[Any]
 
 
-class DataDamaged(Exception):
+class DataUnavailable(Exception):
+    """Nobody's mistake: the next start may succeed."""
+
+
+class DataDamaged(DataUnavailable):
     """A store is not what was written. It has been set aside: the next start makes it anew."""
 
 

@@ -57,6 +57,7 @@ class LanguageModel(Task):
             self.context.config_dir,
             seed=settings.seed,
             held_out_batches=settings.evaluate_batches,
+            tick=self.context.tick,
         )
 
     @staticmethod
