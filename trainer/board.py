@@ -23,9 +23,13 @@ class Board:
                 "pip install 'everstep[dashboard]'"
             ) from error
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._writer = SummaryWriter(str(folder), purge_step=first, flush_secs=10)
+        self._writer = SummaryWriter(str(folder), purge_step=first, flush_secs=2)
 
     def write(self, step: int, at: float, values: Mapping[str, float]) -> None:
         """One point of each curve; `at` in seconds since 1970."""
         for name, value in values.items():
             self._writer.add_scalar(name, value, global_step=step, walltime=at)
+
+    def close(self) -> None:
+        """All that was written is in the file."""
+        self._writer.close()

@@ -307,6 +307,9 @@ class ModelTrainer:
         if self._saver is not None:
             hold = step.to_host if self._layout.parts == 1 else step.host_pieces
             self._saver.save(done, hold(self._state), self._meta())
+            if wait and self._board is not None:
+                self._board.close()
+                self._board = None
             if wait:
                 self._saver.require(done)
         self._pace.saved(done, time.monotonic() - began)
