@@ -10,7 +10,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,8 @@ class StepReport:
     step_s: float
     tokens_per_s: float
     at: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Others of the user's own, by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,9 +130,14 @@ class ModelTrainer:
         self._progress = _Progress()
         self._state: State = None
 
-    def connect(self) -> None:
-        """Find all devices and connect this rank with the others; waits for them."""
-        self._layout = step.make_layout(self._settings.mesh)
+    @property
+    def holds_state(self) -> bool:
+        """Whether it can be saved after the step that it is at; see `FreeLoop`."""
+        return True
+
+    def connect(self, layout: step.Layout | None = None) -> None:
+        """Find all devices and connect this rank with the others, if nobody did; waits for them."""
+        self._layout = layout or step.make_layout(self._settings.mesh)
         self._context = replace(self._context, feed=self._layout.feed)
 
     def prepare(self) -> Ready:
@@ -141,6 +148,7 @@ class ModelTrainer:
     def build(self) -> None:
         """Load the task and compile: all that can be done without a state."""
         self._task: Task = load_task(self._context)
+        self._task.start()
         self._facts = dict(self._task.facts())
         self._environment = describe_environment()
         self._beat.enter("compile")
@@ -182,6 +190,15 @@ class ModelTrainer:
         """
         self._beat.enter("restore")
         changed = self._restore(point)
+        self._start_saver()
+        return Ready(
+            step=self._progress.done,
+            environment=self._environment,
+            differences=changed,
+            facts=self._facts,
+        )
+
+    def _start_saver(self) -> None:
         parts = self._layout.parts
         if self._context.rank < parts and self._saver is None:
             self._saver = checkpoint.Saver(
@@ -191,12 +208,6 @@ class ModelTrainer:
                 part=self._context.rank,
                 parts=parts,
             )
-        return Ready(
-            step=self._progress.done,
-            environment=self._environment,
-            differences=changed,
-            facts=self._facts,
-        )
 
     def run(self) -> Iterator[StepReport]:
         """Do the steps that are left; yields after each, when its line and its save are on the way.
@@ -433,6 +444,7 @@ class ModelTrainer:
         }
         if report.held_out_loss is not None:
             line["held_out_loss"] = _json_number(report.held_out_loss)
+        line |= {name: _json_number(value) for name, value in report.metrics.items()}
         self._metrics.append(json.dumps(line))
 
 

@@ -115,6 +115,7 @@ class Worker:
     def __init__(self, spec: WorkerSpec, reports: Reports, disk: DiskNews) -> None:
         self.spec, self.reports, self.disk = spec, reports, disk
         self._point = spec.restore_point
+        self._stepped = False
         self.orders = Orders()
         self.drills = Drills(self._announce)
         self.beat = WorkerBeat(spec.beat_file, reports, self.drills)
@@ -160,13 +161,22 @@ class Worker:
             world_size=self.spec.world_size,
             join_timeout_s=self.spec.join_timeout_s,
         )
-        trainer = self._trainer()
-        trainer.connect()
+        from trainer.step import make_layout
+
+        layout = make_layout(self.spec.trainer.mesh)
         watchdog.cancel()
+        trainer = self._trainer(layout)
         trainer.build()
         ready = (
             self._stand_by(trainer) if self.spec.role == "standby" else trainer.restore(self._point)
         )
+        if ready is None:
+            self._follow(trainer)
+        else:
+            self._tell_ready(ready)
+            self._drive(trainer)
+
+    def _tell_ready(self, ready: Any) -> None:
         self.reports.send(
             "ready",
             step=ready.step,
@@ -176,7 +186,6 @@ class Worker:
             parameters=ready.facts.get("parameters"),
         )
         log.info("ready", step=ready.step, differences=list(ready.differences))
-        self._drive(trainer)
 
     def _stand_by(self, trainer: Any) -> Any:
         """Do what can be done before there is a state, then wait for the order to take over.
@@ -210,12 +219,13 @@ class Worker:
             log.warning("not loaded ahead", why=str(error))
             return None
 
-    def _trainer(self) -> Any:
-        from trainer.loop import ModelTrainer
+    def _trainer(self, layout: Any) -> Any:
+        from trainer.free_loop import trainer_for
         from trainer.task import Context
 
         spec = self.spec
-        return ModelTrainer(
+        return trainer_for(
+            layout=layout,
             context=Context(
                 rank=spec.rank,
                 world_size=spec.world_size,
@@ -236,21 +246,35 @@ class Worker:
         )
 
     def _drive(self, trainer: Any) -> None:
-        first = True
         for report in trainer.run():
-            if first:
-                first = False
-                self.reports.send("stepped", step=report.step)
-            if report.held_out_loss is not None:
-                log.info("evaluated", step=report.step, held_out_loss=report.held_out_loss)
-            self._agree_on_stop(report.step + 1)
-            if self.orders.stop_after is not None and report.step >= self.orders.stop_after:
-                self._done = trainer.save(wait=True)
-                self.beat.enter("wait")
-                self.reports.send("saved", step=self._done)
-                self.orders.stop_asked.clear()
+            if self._after(trainer, report):
                 return
-        finish = trainer.finish()
+        self._complete(trainer.finish())
+
+    def _follow(self, loop: Any) -> None:
+        """A loop of the user's own drives itself, and asks between its steps."""
+        finish = loop.follow(self._tell_ready, functools.partial(self._after, loop))
+        if finish is not None:
+            self._complete(finish)
+
+    def _after(self, trainer: Any, report: Any) -> bool:
+        """What a finished step gives rise to; whether it was the last before a stop."""
+        if not self._stepped:
+            self._stepped = True
+            self.reports.send("stepped", step=report.step)
+        if report.held_out_loss is not None:
+            log.info("evaluated", step=report.step, held_out_loss=report.held_out_loss)
+        self._agree_on_stop(report.step + 1)
+        stop_after = self.orders.stop_after
+        if stop_after is None or report.step < stop_after or not trainer.holds_state:
+            return False
+        self._done = trainer.save(wait=True)
+        self.beat.enter("wait")
+        self.reports.send("saved", step=self._done)
+        self.orders.stop_asked.clear()
+        return True
+
+    def _complete(self, finish: Any) -> None:
         self._done = finish.step
         self.beat.enter("wait")
         self.reports.send(
