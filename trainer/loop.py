@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from trainer import checkpoint, executable, snapshot, step
+from trainer import agreement, checkpoint, executable, snapshot, step
 from trainer.checkpoint import Committed, SaveFailed
 from trainer.config import CheckpointSettings
 from trainer.environment import describe_environment, differences
@@ -150,6 +150,12 @@ class ModelTrainer:
         self._task: Task = load_task(self._context)
         self._task.start()
         self._facts = dict(self._task.facts())
+        agreement.compare_over_ranks(
+            self._facts,
+            rank=self._context.rank,
+            world_size=self._context.world_size,
+            tick=self._beat.tick,
+        )
         self._environment = describe_environment()
         self._beat.enter("compile")
         # Beside the compilation; whoever needs it first waits for the rest of the import.
