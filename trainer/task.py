@@ -137,7 +137,10 @@ class Task(ABC):
         return 0
 
     def facts(self) -> Mapping[str, Any]:
-        """What is worth recording beside the state: digests of data, baselines. Plain JSON."""
+        """What is worth recording beside the state: digests of data, baselines. Plain JSON.
+
+        Where a name ends in "_sha256", ranks that do not agree on it are refused.
+        """
         return {}
 
 
