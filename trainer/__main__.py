@@ -172,8 +172,8 @@ def _train(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     settings, config_dir, supervised = _read(options)
     from trainer import checkpoint
+    from trainer.free_loop import FreeLoop, trainer_for
     from trainer.heartbeat import Beat
-    from trainer.loop import ModelTrainer
     from trainer.task import Context
 
     job_dir = supervised / "alone"
@@ -191,7 +191,21 @@ def _train(arguments: Sequence[str]) -> int:
         for _, _, old in checkpoint.finished(job_dir)[keep:]:
             shutil.rmtree(old)
 
-    trainer = ModelTrainer(
+    def tell_ready(ready: Any) -> None:
+        print(f"{settings.trainer.task} in {job_dir}, from step {ready.step}")
+        for name, value in ready.facts.items():
+            print(f"{name}: {value}")
+        for line in ready.differences:
+            print(f"not as when it was saved: {line}")
+
+    def tell_step(report: Any) -> bool:
+        held_out = "" if report.held_out_loss is None else f" held out {report.held_out_loss:.4f}"
+        if held_out or report.step % 10 == 0:
+            rate = f" {report.tokens_per_s:,.0f} tokens/s" if report.tokens_per_s else ""
+            print(f"step {report.step} loss {report.loss:.4f}{held_out}{rate}", flush=True)
+        return False
+
+    trainer = trainer_for(
         context=Context(
             rank=0,
             world_size=1,
@@ -207,19 +221,16 @@ def _train(arguments: Sequence[str]) -> int:
         restore_from=restored[2] if restored else None,
         on_outcome=told,
     )
-    trainer.connect()
-    ready = trainer.prepare()
-    print(f"{settings.trainer.task} in {job_dir}, from step {ready.step}")
-    for name, value in ready.facts.items():
-        print(f"{name}: {value}")
-    for line in ready.differences:
-        print(f"not as when it was saved: {line}")
-    for report in trainer.run():
-        held_out = "" if report.held_out_loss is None else f" held out {report.held_out_loss:.4f}"
-        if held_out or report.step % 10 == 0:
-            rate = f"{report.tokens_per_s:,.0f} tokens/s"
-            print(f"step {report.step} loss {report.loss:.4f}{held_out} {rate}", flush=True)
-    finish = trainer.finish()
+    if isinstance(trainer, FreeLoop):
+        trainer.build()
+        trainer.restore(restored[2] if restored else None)
+        finish = trainer.follow(tell_ready, tell_step)
+        assert finish is not None, "nobody gives orders here"
+    else:
+        tell_ready(trainer.prepare())
+        for report in trainer.run():
+            tell_step(report)
+        finish = trainer.finish()
     print(f"complete at step {finish.step}: loss {finish.loss}, held out {finish.held_out_loss}")
     print(f"params_digest {finish.params_digest}")
     return 0

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from trainer import checkpoint, executable, snapshot, step
+from trainer import agreement, checkpoint, executable, snapshot, step
 from trainer.board import Board
 from trainer.checkpoint import Committed, SaveFailed
 from trainer.config import CheckpointSettings
@@ -160,9 +160,14 @@ class ModelTrainer:
         self._progress = _Progress()
         self._state: State = None
 
-    def connect(self) -> None:
-        """Find all devices and connect this rank with the others; waits for them."""
-        self._layout = step.make_layout(self._settings.mesh)
+    @property
+    def holds_state(self) -> bool:
+        """Whether it can be saved after the step that it is at; see `FreeLoop`."""
+        return True
+
+    def connect(self, layout: step.Layout | None = None) -> None:
+        """Find all devices and connect this rank with the others, if nobody did; waits for them."""
+        self._layout = layout or step.make_layout(self._settings.mesh)
         self._context = replace(self._context, feed=self._layout.feed)
 
     def prepare(self) -> Ready:
@@ -173,7 +178,14 @@ class ModelTrainer:
     def build(self) -> None:
         """Load the task and compile: all that can be done without a state."""
         self._task: Task = load_task(self._context)
+        self._task.start()
         self._facts = dict(self._task.facts())
+        agreement.compare_over_ranks(
+            self._facts,
+            rank=self._context.rank,
+            world_size=self._context.world_size,
+            tick=self._beat.tick,
+        )
         self._environment = describe_environment()
         self._beat.enter("compile")
         # Beside the compilation; whoever needs it first waits for the rest of the import.
@@ -220,6 +232,15 @@ class ModelTrainer:
         changed = self._restore(point)
         self._agreed_step = self._progress.done
         self._pace.start(self._progress.done)
+        self._start_saver()
+        return Ready(
+            step=self._progress.done,
+            environment=self._environment,
+            differences=changed,
+            facts=self._facts,
+        )
+
+    def _start_saver(self) -> None:
         parts = self._layout.parts
         if self._context.rank < parts and self._saver is None:
             self._saver = checkpoint.Saver(
@@ -229,12 +250,6 @@ class ModelTrainer:
                 part=self._context.rank,
                 parts=parts,
             )
-        return Ready(
-            step=self._progress.done,
-            environment=self._environment,
-            differences=changed,
-            facts=self._facts,
-        )
 
     def run(self) -> Iterator[StepReport]:
         """Do the steps that are left; yields after each, when its line and its save are on the way.

@@ -8,6 +8,7 @@ ends only by a signal, by `os._exit`, or with its parent: never through JAX's ba
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import faulthandler
 import functools
@@ -20,7 +21,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -120,6 +121,7 @@ class Worker:
     def __init__(self, spec: WorkerSpec, reports: Reports, disk: DiskNews) -> None:
         self.spec, self.reports, self.disk = spec, reports, disk
         self._point = spec.restore_point
+        self._stepped = False
         self.orders = Orders()
         self.drills = Drills(self._announce)
         self.beat = WorkerBeat(spec.beat_file, reports, self.drills)
@@ -165,13 +167,22 @@ class Worker:
             world_size=self.spec.world_size,
             join_timeout_s=self.spec.join_timeout_s,
         )
-        trainer = self._trainer()
-        trainer.connect()
+        from trainer.step import make_layout
+
+        layout = make_layout(self.spec.trainer.mesh)
         watchdog.cancel()
+        trainer = self._trainer(layout)
         trainer.build()
         ready = (
             self._stand_by(trainer) if self.spec.role == "standby" else trainer.restore(self._point)
         )
+        if ready is None:
+            self._follow(trainer)
+        else:
+            self._tell_ready(ready)
+            self._drive(trainer)
+
+    def _tell_ready(self, ready: Any) -> None:
         self.reports.send(
             "ready",
             step=ready.step,
@@ -181,7 +192,6 @@ class Worker:
             parameters=ready.facts.get("parameters"),
         )
         log.info("ready", step=ready.step, differences=list(ready.differences))
-        self._drive(trainer)
 
     def _stand_by(self, trainer: Any) -> Any:
         """Do what can be done before there is a state, then wait for the order to take over.
@@ -216,12 +226,13 @@ class Worker:
             log.warning("not loaded ahead", why=str(error))
             return None
 
-    def _trainer(self) -> Any:
-        from trainer.loop import ModelTrainer
+    def _trainer(self, layout: Any) -> Any:
+        from trainer.free_loop import trainer_for
         from trainer.task import Context
 
         spec = self.spec
-        return ModelTrainer(
+        return trainer_for(
+            layout=layout,
             context=Context(
                 rank=spec.rank,
                 world_size=spec.world_size,
@@ -244,11 +255,19 @@ class Worker:
         )
 
     def _drive(self, trainer: Any) -> None:
+        self.drills.flip_bit = trainer.flip_bit
+        with self._numbers_watched():
+            for report in trainer.run():
+                if self._after(trainer, report):
+                    return
+            self._complete(trainer.finish())
+
+    @contextlib.contextmanager
+    def _numbers_watched(self) -> Iterator[None]:
         from trainer.guards import NumbersDiverged, ReplicasDiverged
 
-        self.drills.flip_bit = trainer.flip_bit
         try:
-            self._step_to_the_end(trainer)
+            yield
         except (NumbersDiverged, ReplicasDiverged) as error:
             self._tell_of_the_numbers(error)
             threading.Event().wait()  # the supervisor decides, and ends this process
@@ -275,22 +294,31 @@ class Worker:
                 why=error.why,
             )
 
-    def _step_to_the_end(self, trainer: Any) -> None:
-        first = True
-        for report in trainer.run():
-            if first:
-                first = False
-                self.reports.send("stepped", step=report.step)
-            if report.held_out_loss is not None:
-                log.info("evaluated", step=report.step, held_out_loss=report.held_out_loss)
-            self._agree_on_stop(report.step + 1)
-            if self.orders.stop_after is not None and report.step >= self.orders.stop_after:
-                self._done = trainer.save(wait=True)
-                self.beat.enter("wait")
-                self.reports.send("saved", step=self._done)
-                self.orders.stop_asked.clear()
-                return
-        finish = trainer.finish()
+    def _follow(self, loop: Any) -> None:
+        """A loop of the user's own drives itself, and asks between its steps."""
+        with self._numbers_watched():
+            finish = loop.follow(self._tell_ready, functools.partial(self._after, loop))
+            if finish is not None:
+                self._complete(finish)
+
+    def _after(self, trainer: Any, report: Any) -> bool:
+        """What a finished step gives rise to; whether it was the last before a stop."""
+        if not self._stepped:
+            self._stepped = True
+            self.reports.send("stepped", step=report.step)
+        if report.held_out_loss is not None:
+            log.info("evaluated", step=report.step, held_out_loss=report.held_out_loss)
+        self._agree_on_stop(report.step + 1)
+        stop_after = self.orders.stop_after
+        if stop_after is None or report.step < stop_after or not trainer.holds_state:
+            return False
+        self._done = trainer.save(wait=True)
+        self.beat.enter("wait")
+        self.reports.send("saved", step=self._done)
+        self.orders.stop_asked.clear()
+        return True
+
+    def _complete(self, finish: Any) -> None:
         self._done = finish.step
         self.beat.enter("wait")
         self.reports.send(

@@ -96,10 +96,10 @@ def _keep_private(folder: Path) -> None:
 
 
 def _execute(name: str, out: Path, text_key: str, address: str, options: Mapping[str, Any]) -> None:
+    function = _function(name)
     import ray
     import ray.data
 
-    function = _function(name)
     try:
         ray.init(address=address, **options)
     except Exception as error:

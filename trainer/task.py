@@ -74,6 +74,12 @@ class Task(ABC):
     def __init__(self, context: Context) -> None:
         self.context = context
 
+    def start(self) -> None:  # noqa: B027, most tasks have nothing to do here
+        """Called once in each worker process, one that stands by included, before all that follows.
+
+        The place for what a process needs only once: a library's set-up, a connection, a warm file.
+        """
+
     @abstractmethod
     def init(self, key: Any) -> State:
         """The state before the first step, drawn from a typed PRNG key."""
@@ -106,7 +112,10 @@ class Task(ABC):
         return {}
 
     def position(self, step: int) -> Mapping[str, Any]:
-        """Where in the data `step` finished steps are, such as the epoch. Goes into checkpoints."""
+        """Where in the data `step` finished steps are, such as the epoch; plain JSON of your own.
+
+        Goes into every snapshot and checkpoint.
+        """
         return {}
 
     def evaluate(self, state: State, batch: Batch) -> Mapping[str, Any]:
@@ -128,22 +137,39 @@ class Task(ABC):
         return 0
 
     def facts(self) -> Mapping[str, Any]:
-        """What is worth recording beside the state: digests of data, baselines. Plain JSON."""
+        """What is worth recording beside the state: digests of data, baselines. Plain JSON.
+
+        Where a name ends in "_sha256", ranks that do not agree on it are refused.
+        """
         return {}
 
 
 def load_task(context: Context) -> Task:
     """Import and build the task that the settings name.
 
-    Raises `SettingsError` where there is no such module or class, and whatever the user's own code
-    raises.
+    Raises `SettingsError` where there is no such class, and whatever the user's own code raises.
+    """
+    found = find(context)
+    if isinstance(found, type) and issubclass(found, Task):
+        return found(context)
+    raise SettingsError(
+        f"[trainer] task = {context.settings.task!r} is a function, a loop of your own, and "
+        "not a subclass of trainer.task.Task, which is needed here"
+    )
+
+
+def find(context: Context) -> type[Task] | Callable[..., Any]:
+    """Import what the settings name: a subclass of `Task`, or the function of a free loop.
+
+    Raises `SettingsError` where there is no such module, or it has neither under that name, and
+    whatever importing it raises.
     """
     name = context.settings.task
     if name == TASK_OF_THE_HOUSE:
         from trainer.tasks.language_model import LanguageModel
 
-        return LanguageModel(context)
-    module_name, _, class_name = name.partition(":")
+        return LanguageModel
+    module_name, _, own = name.partition(":")
     if context.config_dir not in sys.path:
         sys.path.insert(0, context.config_dir)
     try:
@@ -155,10 +181,13 @@ def load_task(context: Context) -> Task:
             f"[trainer] task = {name!r}: no module {module_name!r} in {context.config_dir} or "
             "among the installed packages; put it beside the settings file"
         ) from None
-    kind = getattr(module, class_name, None)
-    if not (isinstance(kind, type) and issubclass(kind, Task)):
-        raise SettingsError(
-            f"[trainer] task = {name!r}: {module.__file__} has no class {class_name!r} that "
-            "subclasses trainer.task.Task"
-        )
-    return kind(context)
+    found = getattr(module, own, None)
+    if isinstance(found, type):
+        if issubclass(found, Task):
+            return found
+    elif callable(found):
+        return found  # type: ignore[no-any-return]
+    raise SettingsError(
+        f"[trainer] task = {name!r}: {module.__file__} has no class {own!r} that subclasses "
+        "trainer.task.Task, and no such function"
+    )

@@ -328,11 +328,34 @@ def test_a_store_that_lost_a_file_or_half_of_it_is_made_anew(folder: Path, name:
     assert tokenizer.asked == 240
 
 
+def test_flipped_ends_of_documents_are_noticed_when_the_store_is_opened(folder: Path) -> None:
+    """Documents that end elsewhere would be cut in two."""
+    wanted = open_(folder).train_rows(0, slice(0, 4))
+    file = only_store(folder) / "train.ends.npy"
+    content = bytearray(file.read_bytes())
+    content[-8] ^= 1
+    file.write_bytes(content)
+    tokenizer = Counting()
+    found = open_(folder, tokenizer).train_rows(0, slice(0, 4))
+    assert np.array_equal(found["tokens"], wanted["tokens"])
+    assert tokenizer.asked == 240
+
+
 def test_a_damaged_plan_is_made_anew(folder: Path) -> None:
     """It is derived from the tokens, so that there is nothing to lose."""
     wanted = open_(folder).train_rows(3, slice(0, 4))["tokens"]
     damage(next(only_store(folder).glob("train-documents-*.npz")))
     assert np.array_equal(open_(folder).train_rows(3, slice(0, 4))["tokens"], wanted)
+
+
+def test_a_plan_that_cannot_be_kept_is_made_at_every_start(folder: Path) -> None:
+    """A cache that somebody else has prepared may be open for reading only."""
+    wanted = open_(folder).train_rows(3, slice(0, 4))["tokens"]
+    kept = next(only_store(folder).glob("train-documents-*.npz"))
+    kept.unlink()
+    kept.mkdir()  # nothing can be written in its place
+    assert np.array_equal(open_(folder).train_rows(3, slice(0, 4))["tokens"], wanted)
+    assert kept.is_dir()
 
 
 def write_slowly(cache: Path, wrote: Path) -> None:

@@ -62,14 +62,15 @@ def test_a_task_beside_the_settings_file_is_found(folder: Path) -> None:
     [
         ("users_nowhere:Mine", "no module 'users_nowhere'"),
         ("users_two:Missing", "no class 'Missing'"),
-        ("users_two:helper", "no class 'helper' that"),
+        ("users_two:helper", "is a function"),
+        ("users_two:NUMBER", "no class 'NUMBER' that"),
     ],
 )
 def test_a_task_that_is_not_there_is_named_with_its_place(
     folder: Path, task: str, complaint: str
 ) -> None:
     """The message must say where it was looked for."""
-    (folder / "users_two.py").write_text("def helper(): pass\n")
+    (folder / "users_two.py").write_text("NUMBER = 7\ndef helper(): pass\n")
     with pytest.raises(SettingsError, match=complaint):
         load_task(context(folder, task))
 

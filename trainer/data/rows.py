@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 from collections.abc import Sequence
@@ -130,10 +131,11 @@ class PackedRows:
         except (OSError, BadZipFile, ValueError, KeyError):
             made = _make_plan(self._packing, tokens, self._length)
         draft = path.with_name(f"{name}.{os.getpid()}")
-        with draft.open("wb") as opened:
-            pieces = made.pieces
-            np.savez(opened, start=pieces.start, length=pieces.length, first=made.first)
-        draft.replace(path)
+        with contextlib.suppress(OSError):  # a cache that is only read will do
+            with draft.open("wb") as opened:
+                pieces = made.pieces
+                np.savez(opened, start=pieces.start, length=pieces.length, first=made.first)
+            draft.replace(path)
         return made
 
     def _refuse_too_few(self, settings: DataSettings) -> None:

@@ -244,16 +244,19 @@ class _Half:
         if part.ends:
             self.ends.append(self.size)
 
-    def close(self, *, masked: bool) -> None:
+    def close(self, *, masked: bool) -> int:
+        """Finish the files; the checksum of `ends`, which is always read as a whole."""
         self._ids.close()
         self._counts.close()
-        np.save(self._folder / f"{self._name}.ends.npy", np.asarray(self.ends, np.int64))
+        ends = np.asarray(self.ends, np.int64)
+        np.save(self._folder / f"{self._name}.ends.npy", ends)
         for kind in ("tokens", "counts"):
             file = self._folder / f"{self._name}.{kind}"
             if kind == "counts" and not masked:
                 file.unlink()
                 continue
             np.save(_sums_of(file), np.asarray(list(_sums(file)), np.uint32))
+        return zlib.crc32(ends.data)
 
 
 def _write(draft: Path, vocabulary: int, parts: Iterator[Part], tick: Callable[[], None]) -> None:
@@ -275,8 +278,7 @@ def _write(draft: Path, vocabulary: int, parts: Iterator[Part], tick: Callable[[
             tick()
             ticked = time.monotonic()
     masked = train.masked or held_out.masked
-    for half in (train, held_out):
-        half.close(masked=masked)
+    sums = [half.close(masked=masked) for half in (train, held_out)]
     shares = seen[seen > 0] / max(1, seen.sum())
     facts = Facts(
         digest=digest.hexdigest(),
@@ -287,7 +289,9 @@ def _write(draft: Path, vocabulary: int, parts: Iterator[Part], tick: Callable[[
         held_out_tokens=held_out.size,
         entropy=round(float(-(shares * np.log(shares)).sum()), 9),
     )
-    (draft / _META).write_text(json.dumps({"dtype": dtype, **asdict(facts)}, indent=1))
+    (draft / _META).write_text(
+        json.dumps({"dtype": dtype, "ends": sums, **asdict(facts)}, indent=1)
+    )
 
 
 def _open(path: Path) -> Store:
@@ -295,20 +299,23 @@ def _open(path: Path) -> Store:
     text, inode = (path / _META).read_text(), path.stat().st_ino
     try:
         raw = json.loads(text)
-        dtype = raw.pop("dtype")
+        dtype, ends = raw.pop("dtype"), raw.pop("ends")
         facts = Facts(**raw)
-        train = _half(path, "train", dtype, facts.train_tokens, facts.masked)
-        held_out = _half(path, "held_out", dtype, facts.held_out_tokens, facts.masked)
+        train = _half(path, "train", dtype, facts.train_tokens, facts.masked, ends[0])
+        held_out = _half(path, "held_out", dtype, facts.held_out_tokens, facts.masked, ends[1])
     except (ValueError, TypeError, KeyError, FileNotFoundError) as error:
         raise set_aside(path, f"{error}", inode) from None
     return Store(path=path, facts=facts, train=train, held_out=held_out)
 
 
-def _half(path: Path, name: str, dtype: str, size: int, masked: bool) -> Tokens:
+def _half(path: Path, name: str, dtype: str, size: int, masked: bool, ends_sum: int) -> Tokens:
+    ends: NDArray[np.int64] = np.load(path / f"{name}.ends.npy")
+    if zlib.crc32(ends.data) != ends_sum:
+        raise ValueError(f"{name}.ends.npy")
     return Tokens(
         _Checked(path, f"{name}.tokens", dtype, size),
         _Checked(path, f"{name}.counts", "u1", size) if masked else None,
-        np.load(path / f"{name}.ends.npy"),
+        ends,
     )
 
 

@@ -1,0 +1,84 @@
+"""Whether all ranks train on the same data: digests, compared before anything is compiled.
+
+Nodes that keep their own copies may differ in one file, and training would go on without a word.
+Ranks tell each other through JAX's coordination service, not through a collective.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from trainer.settings import SettingsError
+
+ENDS = "_sha256"
+"""Facts of a task whose names end so must be the same on all ranks."""
+
+_PREFIX = "everstep/digests/"
+_POLL_S = 0.05
+
+
+class Board(Protocol):
+    """Where ranks read what the others wrote."""
+
+    def write(self, rank: int, text: str) -> None:
+        """Once a rank."""
+
+    def read(self) -> Mapping[int, str]:
+        """What was written so far, by rank."""
+
+
+def compare(
+    facts: Mapping[str, Any], board: Board, rank: int, tick: Callable[[], None] = lambda: None
+) -> None:
+    """Compare this rank's digests with those of rank 0; waits for these, `tick` by `tick`.
+
+    Raises `SettingsError` that names the ranks and the digests.
+    """
+    ours = {name: value for name, value in facts.items() if name.endswith(ENDS)}
+    board.write(rank, json.dumps(ours))
+    if rank == 0:
+        return
+    while 0 not in (found := board.read()):
+        tick()
+        time.sleep(_POLL_S)
+    theirs = json.loads(found[0])
+    apart = sorted(
+        name for name in {*ours, *theirs} if ours.get(name, "none") != theirs.get(name, "none")
+    )
+    if apart:
+        said = ", ".join(
+            f"{name} is {ours.get(name, 'none')} here and {theirs.get(name, 'none')} there"
+            for name in apart
+        )
+        raise SettingsError(
+            f"[trainer.data] path: rank {rank} has other data than rank 0 ({said}); give all nodes "
+            "the same files, for example on a file system that they share"
+        )
+
+
+class _Coordination:
+    """JAX's coordination service, which lives as long as the generation."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+
+    def write(self, rank: int, text: str) -> None:
+        self._client.key_value_set(f"{_PREFIX}{rank}", text)
+
+    def read(self) -> Mapping[int, str]:
+        found: Sequence[tuple[str, str]] = self._client.key_value_dir_get(_PREFIX)
+        return {int(name.rpartition("/")[2]): text for name, text in found}
+
+
+def compare_over_ranks(
+    facts: Mapping[str, Any], *, rank: int, world_size: int, tick: Callable[[], None]
+) -> None:
+    """See `compare`; nothing to do in a world of one."""
+    if world_size == 1:
+        return
+    from jax._src import distributed
+
+    compare(facts, _Coordination(distributed.global_state.client), rank, tick)
