@@ -159,6 +159,7 @@ class ModelTrainer:
         )
         self._progress = _Progress()
         self._state: State = None
+        self._frozen: dict[str, Any] = {}
 
     @property
     def holds_state(self) -> bool:
@@ -191,8 +192,9 @@ class ModelTrainer:
         # Beside the compilation; whoever needs it first waits for the rest of the import.
         threading.Thread(target=checkpoint.import_orbax, name="import", daemon=True).start()
         self._programs = self._load_or_compile()
-        self._blank = step.host_shapes(self._programs)
-        self._wanted = step.wanted(self._programs)
+        self._blank = step.kept(self._task, step.host_shapes(self._programs))
+        places = step.wanted(self._programs)
+        self._wanted = {name: places[name] for name, _ in step.named_leaves(self._blank)}
 
     def _load_or_compile(self) -> step.Programs:
         shapes = step.shapes_of(self._task, self._layout, self._settings.seed)
@@ -210,13 +212,15 @@ class ModelTrainer:
         """
         if self._layout.mesh.devices.flat[0].platform != "cpu":
             return
-        blank = dict(step.named_leaves(self._blank))
+        blank = dict(step.named_leaves(step.host_shapes(self._programs)))
         state = step.place_state(
             self._programs, lambda name, index: np.zeros(extent(index), blank[name].dtype)
         )
         batch = step.place_rows(self._layout, self._task.batch(0))
         _, metrics = self._programs.step(state, batch)
         _number(metrics["loss"])
+        self._beat.tick()
+        self._frozen = step.frozen_leaves(self._task, self._programs)
         self._beat.tick()
 
     def skip(self, skips: Skips) -> None:
@@ -321,7 +325,7 @@ class ModelTrainer:
         began = time.monotonic()
         if self._saver is not None:
             hold = step.to_host if self._layout.parts == 1 else step.host_pieces
-            self._saver.save(done, hold(self._state), self._meta())
+            self._saver.save(done, hold(self._kept()), self._meta())
             if wait and self._board is not None:
                 self._board.close()
                 self._board = None
@@ -369,7 +373,7 @@ class ModelTrainer:
     def _digest(self, done: int) -> str:
         """Of a state in parts only rank 0 says it, out of what all have saved."""
         if self._layout.parts == 1:
-            return checkpoint.digests(step.to_host(self._state))[2]
+            return checkpoint.digests(step.to_host(self._kept()))[2]
         path = checkpoint.directory_of(self._job_dir, self._context.generation, done)
         return checkpoint.digest_of(path, self._blank) if self._leads else ""
 
@@ -379,6 +383,9 @@ class ModelTrainer:
         while (left_s := until - time.monotonic()) > 0:
             self._beat.tick()
             time.sleep(min(0.5, left_s))
+
+    def _kept(self) -> State:
+        return step.kept(self._task, self._state)
 
     def _step(self, index: int) -> StepReport:
         started = time.monotonic()
@@ -437,7 +444,7 @@ class ModelTrainer:
         if self._writer is None and self._context.local_rank < self._layout.parts:
             self._writer = self._start_snapshots(self._snapshots)
         if self._writer is not None and self._writer.due(self._progress.done, step_s):
-            pieces, volatile = step.snapshot_pieces(self._state)
+            pieces, volatile = step.snapshot_pieces(self._kept())
             self._writer.take(self._progress.done, pieces, self._meta(), volatile=volatile)
 
     def _agree(self) -> None:
@@ -494,7 +501,9 @@ class ModelTrainer:
         else:
             path = Path(point.path) if isinstance(point, RestorePoint) else point
             held, meta = checkpoint.load_pieces(path, self._blank, self._wanted)
-        self._state = step.place_state(self._programs, held.read)
+        frozen = self._frozen or step.frozen_leaves(self._task, self._programs)
+        self._frozen = {}  # the first step consumes them
+        self._state = step.place_state(self._programs, held.read, frozen)
         self._progress = _Progress(
             done=int(meta["step"]), loss=meta.get("loss"), held_out_loss=meta.get("held_out_loss")
         )

@@ -11,6 +11,7 @@ import ctypes
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -289,6 +290,32 @@ def initial_state(task: Task, programs: Programs, seed: int) -> State:
     )
 
 
+def kept(task: Task, tree: Any) -> Any:
+    """What must be saved of a state, or of anything of its structure.
+
+    The tree itself; where something is frozen, a flat dict of the other leaves by name.
+    """
+    leaves = named_leaves(tree)
+    if not any(task.frozen(name) for name, _ in leaves):
+        return tree
+    return {name: leaf for name, leaf in leaves if not task.frozen(name)}
+
+
+def frozen_leaves(task: Task, programs: Programs) -> dict[str, Any]:
+    """The leaves that nobody saves, read and placed.
+
+    Raises `TaskError` for one that is not among the initial values.
+    """
+    given = task.initial_values()
+    found = {}
+    for name, leaf in named_leaves(programs.state):
+        if task.frozen(name):
+            if name not in given:
+                raise TaskError(f"initial_values: {name} is frozen, but is not among them")
+            found[name] = _place(leaf, functools.partial(_read, given[name]))
+    return found
+
+
 def place_rows(layout: Layout, local: Batch) -> Batch:
     """One global batch out of the rows that each rank holds (numpy)."""
     part, parts = layout.feed
@@ -306,12 +333,14 @@ def place_rows(layout: Layout, local: Batch) -> Batch:
     return jax.tree.map(place, local)
 
 
-def place_state(programs: Programs, read: Read) -> State:
-    """A state on the devices; `read` gives what each of ours is to hold."""
+def place_state(
+    programs: Programs, read: Read, frozen: Mapping[str, Any] = MappingProxyType({})
+) -> State:
+    """A state on the devices; `read` gives what each of ours is to hold, but for what is frozen."""
     return jax.tree.unflatten(
         jax.tree.structure(programs.state),
         [
-            _place(leaf, functools.partial(read, name))
+            frozen[name] if name in frozen else _place(leaf, functools.partial(read, name))
             for name, leaf in named_leaves(programs.state)
         ],
     )

@@ -111,6 +111,13 @@ class Task(ABC):
         """
         return {}
 
+    def frozen(self, name: str) -> bool:
+        """Whether a leaf of `initial_values` never changes.
+
+        It is not part of snapshots and checkpoints, and is read from where it came from again.
+        """
+        return False
+
     def position(self, step: int) -> Mapping[str, Any]:
         """Where in the data `step` finished steps are, such as the epoch; plain JSON of your own.
 

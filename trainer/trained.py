@@ -19,7 +19,7 @@ import numpy as np
 from trainer import checkpoint, model
 from trainer.config import TASK_OF_THE_HOUSE, TrainerSettings
 from trainer.settings import SettingsError
-from trainer.step import named_leaves
+from trainer.step import kept, named_leaves
 from trainer.task import Context, TaskError
 from trainer.tasks.language_model import LanguageModel
 
@@ -63,7 +63,12 @@ def read_trained(
             state, _ = checkpoint.load(path, _blank(task, settings.seed))
         except (checkpoint.CheckpointRejected, TaskError) as error:
             raise SettingsError(f"{error}; were the settings others when it was saved?") from None
-        return Trained(task=task, params=task.whole_params(state), source=f"checkpoint {path}")
+        trained = {
+            name.removeprefix("params."): values
+            for name, values in named_leaves(state)
+            if name.startswith("params.")
+        }
+        return Trained(task=task, params=task.whole_params(trained), source=f"checkpoint {path}")
     given = task.initial_values()
     if given:
         params = {name.partition(".")[2]: value.whole() for name, value in given.items()}
@@ -75,7 +80,7 @@ def read_trained(
 
 
 def _blank(task: LanguageModel, seed: int) -> Any:
-    """The form of the state on the host, at no cost of memory."""
+    """The form of what is saved of the state, on the host, at no cost of memory."""
 
     def blank(leaf: Any) -> Any:
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
@@ -84,4 +89,4 @@ def _blank(task: LanguageModel, seed: int) -> Any:
 
     tree = jax.eval_shape(task.init, jax.random.key(seed))
     leaves = [blank(leaf) for _, leaf in named_leaves(tree)]
-    return jax.tree.unflatten(jax.tree.structure(tree), leaves)
+    return kept(task, jax.tree.unflatten(jax.tree.structure(tree), leaves))

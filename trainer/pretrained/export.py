@@ -47,6 +47,7 @@ def export(
     )
     # Hugging Face looks for the framework in the metadata.
     save_file(tensors_of(architecture, params), folder / ONE_FILE, metadata={"format": "pt"})
+    (folder / ONE_FILE).chmod((folder / "config.json").stat().st_mode)  # the library gives 0600
 
 
 def config_of(architecture: Architecture, *, end: int | None) -> dict[str, Any]:

@@ -32,8 +32,8 @@ class LanguageModel(Task):
     """Predicts the next token.
 
     The state holds "params", "optimizer" and the PRNG "key"; with low-rank additions these are the
-    "params", and the weights that they are added to are "base", for which the optimizer keeps
-    nothing.
+    "params", and the weights that they are added to are "base": the optimizer keeps nothing for
+    them, and no checkpoint holds them.
     """
 
     def __init__(self, context: Context) -> None:
@@ -99,6 +99,10 @@ class LanguageModel(Task):
         table = "base" if self.context.settings.model.lora_rank else "params"
         return {f"{table}.{name}": value for name, value in self._pretrained.values.items()}
 
+    def frozen(self, name: str) -> bool:
+        """What low-rank additions are added to; it is in the model's files already."""
+        return name.startswith("base.")
+
     def logical_axes(self, name: str, shape: tuple[int, ...]) -> tuple[str | None, ...] | None:
         """By the name of the parameter, which the optimizer's moments of it bear too."""
         axes = model.logical_axes(name.rpartition(".")[2])
@@ -152,11 +156,12 @@ class LanguageModel(Task):
             facts["parameters_trained"] = trained
         return facts
 
-    def whole_params(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """The model's parameters out of a state (numpy or jax), low-rank additions added."""
-        if "base" not in state:
-            return dict(state["params"])
-        return model.merge(state["base"], state["params"], self._compute)
+    def whole_params(self, trained: Mapping[str, Any]) -> dict[str, Any]:
+        """All parameters of the model (numpy) out of the trained ones, low-rank additions added."""
+        if self._pretrained is None or not self.context.settings.model.lora_rank:
+            return dict(trained)
+        base = {name: value.whole() for name, value in self._pretrained.values.items()}
+        return model.merge(base, trained, self._compute)
 
     @property
     def _drops(self) -> bool:
