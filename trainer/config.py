@@ -254,7 +254,7 @@ class TrainerSettings(Section):
     task: str = Field(
         default=TASK_OF_THE_HOUSE,
         min_length=1,
-        description='"language_model", or "module:Class" of your own, beside the settings file',
+        description='"language_model", or a "module:Class" or "module:function" beside this file',
     )
     steps: int = Field(default=600, ge=1, description="the job is complete after so many")
     seed: int = Field(default=0, ge=0, lt=2**63, description="of the weights and of the batches")
@@ -291,7 +291,10 @@ class TrainerSettings(Section):
     def _known(cls, task: str) -> str:
         module, _, name = task.partition(":")
         if task != TASK_OF_THE_HOUSE and not (module and name.isidentifier()):
-            raise ValueError(f'must be "{TASK_OF_THE_HOUSE}", or "module:Class" for your own')
+            raise ValueError(
+                f'must be "{TASK_OF_THE_HOUSE}", or for your own "module:Class" (a Task) or '
+                '"module:function" (a loop)'
+            )
         return task
 
 
