@@ -100,6 +100,10 @@ def _execute(name: str, out: Path, text_key: str, address: str, options: Mapping
     import ray
     import ray.data
 
+    module = sys.modules[function.__module__]
+    if Path(module.__file__ or "").is_relative_to(Path.cwd()):
+        # The nodes of a cluster do not have the user's module: its functions travel whole.
+        ray.cloudpickle.register_pickle_by_value(module)
     try:
         ray.init(address=address, **options)
     except Exception as error:

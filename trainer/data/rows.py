@@ -136,6 +136,8 @@ class PackedRows:
                 pieces = made.pieces
                 np.savez(opened, start=pieces.start, length=pieces.length, first=made.first)
             draft.replace(path)
+        with contextlib.suppress(OSError):
+            draft.unlink(missing_ok=True)  # it could not take its place
         return made
 
     def _refuse_too_few(self, settings: DataSettings) -> None:
