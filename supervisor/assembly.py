@@ -422,6 +422,10 @@ class _Assembly:
             changed=self.changed,
             disk=self.troubles.rows((self.daemon.job.active, self.daemon.job.standby)),
             drills=self.settings.drills_allowed,
+            every_steps={
+                "snapshot": self.settings.recovery.snapshot_every_steps,
+                "checkpoint": self.settings.checkpoint.every_steps,
+            },
         )
 
     async def _answer(self, request: Request) -> Answer:

@@ -17,7 +17,17 @@ from typing import Any
 from supervisor.errors import EverstepError, NotRunning, OperatorError
 from trainer.settings import SettingsError, read_settings
 
-FAULT_KINDS = ("kill", "stop", "raise", "segfault", "exit", "hold-gil", "allocate", "sleep")
+FAULT_KINDS = (
+    "kill",
+    "stop",
+    "raise",
+    "segfault",
+    "exit",
+    "hold-gil",
+    "allocate",
+    "sleep",
+    "flip-bit",
+)
 PHASES = ("initialize", "compile", "restore", "step", "evaluate", "checkpoint")
 _DEFAULT_CONFIG = "job.toml"
 _STOP_WAIT_S = 600.0
@@ -110,11 +120,42 @@ def check(options: argparse.Namespace) -> int:
         return error.exit_status
     rows = effective(settings, origins)
     run_dir = job_directory(settings.job, options.config)
+    if options.memory and options.json:
+        return _predict_memory(settings, options)
     if options.json:
         print(json.dumps({"ok": True, "run_dir": str(run_dir), "settings": rows}, indent=2))
     else:
         print(describe(rows))
         print(f"\nThe settings are fine. Files go to {run_dir}")
+    return _predict_memory(settings, options) if options.memory else 0
+
+
+def _predict_memory(settings: Any, options: argparse.Namespace) -> int:
+    """In a process of its own: JAX does not belong into this one, nor does the user's task."""
+    import subprocess
+
+    from trainer.memory import LIMIT_S, environment_for
+
+    devices = settings.cluster.workers * max(1, settings.cluster.gpus_per_worker)
+    command = [sys.executable, "-m", "trainer.memory"]
+    command += ["--config", str(options.config)] if options.config else []
+    for override in options.set:
+        command += ["--set", override]
+    told = subprocess.run(
+        command, env=environment_for(devices), capture_output=True, text=True, timeout=LIMIT_S
+    )
+    if told.returncode:
+        print(told.stderr.strip().splitlines()[-1], file=sys.stderr)
+        return 2
+    found = json.loads(told.stdout.splitlines()[-1])
+    if options.json:
+        print(json.dumps(found))
+        return 0
+    mesh = " x ".join(f"{name} {size}" for name, size in found["mesh"].items())
+    print(
+        f"Memory a device, of {devices} as {mesh}: {found['state'] / 1e6:,.1f} MB of state, "
+        f"{found['peak'] / 1e6:,.1f} MB at the peak of a step (as compiled for CPU)"
+    )
     return 0
 
 
@@ -307,6 +348,9 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument(
         "--defaults", action="store_true", help="print an annotated file of all defaults instead"
     )
+    one.add_argument(
+        "--memory", action="store_true", help="compile the step, tell what a device will hold"
+    )
     one = _add(commands, "status", status, "how the job is doing", "status --json")
     _add_place(one)
     _add_json(one)
@@ -357,7 +401,7 @@ def _add_fault(commands: Any) -> None:
         required=True,
         help="kill: SIGKILL; stop: SIGSTOP, so that it hangs; raise: an exception; segfault: "
         "SIGSEGV; exit: it leaves with status 0; hold-gil: its interpreter hangs; allocate: it "
-        "runs out of memory; sleep: its loop sleeps",
+        "runs out of memory; sleep: its loop sleeps; flip-bit: a bit of its state changes",
     )
     one.add_argument("--phase", choices=PHASES, help="strike when it next enters this phase")
     one.add_argument("--step", type=int, help="strike at this step, from 0")

@@ -196,6 +196,13 @@ def _restore_point(snapshot: Snapshot) -> Text | None:
         text.append(f"  {step - point['step']} steps ago", style="dim")
     if isinstance(snapshot.get("snapshot_step"), int):
         text.append(f"; snapshot in memory of step {snapshot['snapshot_step']}")
+    every = [
+        f"{kind} every {steps} steps"
+        for kind, steps in (snapshot.get("every_steps") or {}).items()
+        if isinstance(steps, int) and steps > 1
+    ]
+    if every:
+        text.append(f"  ({', '.join(every)})", style="dim")
     return text
 
 

@@ -6,7 +6,7 @@ from typing import Any
 from supervisor.cluster import Cluster, ClusterError
 from trainer.heartbeat import PHASES
 
-KINDS = ("kill", "stop", "raise", "segfault", "exit", "hold-gil", "allocate", "sleep")
+KINDS = ("kill", "stop", "raise", "segfault", "exit", "hold-gil", "allocate", "sleep", "flip-bit")
 _SIGNALS = {"kill": "SIGKILL", "stop": "SIGSTOP"}
 
 

@@ -2,10 +2,12 @@
 
 import os
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from supervisor.daemon import Daemon
 from supervisor.fsm.job import Job
+from supervisor.workers import Roster
 from trainer.heartbeat import BeatMessage
 
 HINT = "to see a recovery, in another terminal: python -m supervisor fault --rank 1 --kind kill"
@@ -22,8 +24,12 @@ def snapshot(
     changed: Sequence[str],
     drills: bool,
     disk: Sequence[Mapping[str, Any]] = (),
+    every_steps: Mapping[str, int | str] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """The fields of `status --json` (see the README), each None or empty if unknown."""
+    """The fields of `status --json` (see the README), each None or empty if unknown.
+
+    `every_steps`: steps between two restore points by their kind, as the settings want it.
+    """
     job, now = daemon.job, daemon.clock()
     roster = daemon.performers.rosters.get(job.active)
     first = beats.get((job.active, 0))
@@ -44,6 +50,9 @@ def snapshot(
         "standby": _standby(daemon),
         "snapshot_step": first.snapshot_step if first else None,
         "restore_point": _restore_point(job),
+        "every_steps": {
+            kind: _interval(roster, kind, every) for kind, every in every_steps.items()
+        },
         "budgets": _budgets(job),
         "supervisor": {"pid": os.getpid(), "epoch": epoch, "started_at": started_at},
         "incident": _incident(job),
@@ -63,6 +72,12 @@ def snapshot(
         "retry_in_s": daemon.timers.left_s("backoff"),
         "hint": HINT if drills and job.state.name == "RUNNING" and not job.incidents else None,
     }
+
+
+def _interval(roster: Roster | None, kind: str, every: int | str) -> int | str:
+    """What "auto" settled on, as soon as the workers have said it."""
+    said = roster.said.get(f"{kind}_interval", {}) if roster and every == "auto" else {}
+    return int(said[min(said)]["every_steps"]) if said else every
 
 
 def _standby(daemon: Daemon) -> dict[str, Any] | None:
@@ -94,6 +109,7 @@ def _workers(daemon: Daemon, beats: Mapping[tuple[int, int], BeatMessage]) -> li
     rows = []
     for rank in range(performers.workers):
         beat, view = beats.get((active, rank)), views.get(rank)
+        stepped = roster.said.get("stepped", {}).get(rank, {})
         rows.append(
             {
                 "rank": rank,
@@ -102,6 +118,8 @@ def _workers(daemon: Daemon, beats: Mapping[tuple[int, int], BeatMessage]) -> li
                 "phase": beat.phase if beat else roster.phases[rank],
                 "step": beat.step if beat else None,
                 "beat_age_s": _rounded(view.beat_age_s) if view else None,
+                "memory_mb": _megabytes(stepped.get("rss_bytes")),
+                "device_memory_mb": _megabytes(stepped.get("device_bytes")),
             }
         )
     return rows
@@ -121,6 +139,7 @@ def _budgets(job: Job) -> dict[str, dict[str, int]]:
         "startup": limits.startup_failures_max,
         "node": limits.node_failures_max,
         "preemption": limits.preemptions_max,
+        "numbers": limits.rollbacks_max,
     }
     return {
         cause: {"spent": len(job.spent.get(cause, ())), "limit": limit}
@@ -148,6 +167,10 @@ def _last_event(daemon: Daemon) -> dict[str, Any] | None:
     if move is None:
         return None
     return {"event": move.event.name, "at": move.event.at, "why": move.why}
+
+
+def _megabytes(size: float | None) -> float | None:
+    return None if size is None else round(size / 1e6, 1)
 
 
 def _rounded(seconds: float | None) -> float | None:

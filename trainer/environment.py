@@ -173,6 +173,15 @@ def describe_environment() -> dict[str, Any]:
     }
 
 
+def device_memory_bytes() -> int | None:
+    """The most that any local device had in use so far; None where devices do not tell (CPU)."""
+    import jax
+
+    told = [device.memory_stats() for device in jax.local_devices()]
+    peaks = [one["peak_bytes_in_use"] for one in told if one and "peak_bytes_in_use" in one]
+    return max(peaks, default=None)
+
+
 def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """One line for each entry that is not equal; "" stands for an entry that was not there."""
     names = [*then, *(name for name in now if name not in then)]

@@ -305,7 +305,14 @@ class Worker:
         """What a finished step gives rise to; whether it was the last before a stop."""
         if not self._stepped:
             self._stepped = True
-            self.reports.send("stepped", step=report.step)
+            from trainer import environment
+
+            self.reports.send(
+                "stepped",
+                step=report.step,
+                rss_bytes=_resident_bytes(),
+                device_bytes=environment.device_memory_bytes(),
+            )
         if report.held_out_loss is not None:
             log.info("evaluated", step=report.step, held_out_loss=report.held_out_loss)
         self._agree_on_stop(report.step + 1)

@@ -73,6 +73,16 @@ def test_what_is_not_known_is_left_out() -> None:
     assert "PROVISIONING" in text
 
 
+def test_how_much_a_failure_may_cost_is_on_the_screen() -> None:
+    """ "auto" is no answer: how many steps would be done again is."""
+    every = {"snapshot": 3, "checkpoint": 50}
+    assert "snapshot every 3 steps, checkpoint every 50 steps" in text_of(
+        {**SNAPSHOT, "every_steps": every}
+    )
+    text = text_of({**SNAPSHOT, "every_steps": {"snapshot": "auto", "checkpoint": "auto"}})
+    assert "every" not in text
+
+
 def test_what_an_operator_must_know_is_on_the_screen() -> None:
     """A supervisor that was blind for a night looked like one that had nothing to report."""
     text = text_of({**SNAPSHOT, "heartbeat_store_lost_since": 1.0, "retry_in_s": 4.0})
