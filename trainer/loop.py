@@ -362,6 +362,7 @@ class ModelTrainer:
                     raise
             self._wait(pause_s)
             pause_s = min(2 * pause_s, longest_s)
+        self._metrics.flush()  # where there was no room for them either
         return Finish(
             step=done,
             params_digest=self._digest(done),
