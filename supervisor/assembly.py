@@ -43,6 +43,7 @@ from supervisor.lock import Lock, acquire
 from supervisor.past import Past, past_of, past_on_disk
 from supervisor.performers import Performers, restore_point_of
 from supervisor.redis_address import address_of, take_password
+from supervisor.shipping import collect
 from supervisor.status import snapshot
 from supervisor.troubles import Troubles
 from supervisor.workers import silence
@@ -180,6 +181,9 @@ class _Assembly:
             lease_s=settings.heartbeats.lease_s,
             every_s=settings.heartbeats.every_s,
         )
+        # A job's own Ray has one node, this one, where the files are.
+        is_elsewhere = settings.cluster.address != "local"
+        code = collect(settings.trainer.task, self.config_dir, run_dir) if is_elsewhere else None
         self.cluster = RayCluster(
             settings.cluster,
             run_dir,
@@ -191,6 +195,7 @@ class _Assembly:
             on_stale=self._on_stale,
             fence=lock.check,
             orphan_after_s=settings.recovery.orphan_after_s,
+            code=code,
         )
         self.daemon = Daemon(
             job=inherited.job if inherited else self._job(),

@@ -175,7 +175,7 @@ def _training(snapshot: Snapshot) -> Text | None:
     if snapshot.get("held_out_loss") is not None:
         held_out = f"held-out {snapshot['held_out_loss']:.4f}"
         if snapshot.get("unigram_entropy") is not None:
-            held_out += f" (byte-unigram entropy {snapshot['unigram_entropy']:.4f})"
+            held_out += f" (unigram entropy {snapshot['unigram_entropy']:.4f})"
         parts.append(held_out)
     if snapshot.get("tokens_per_s") is not None:
         parts.append(f"{snapshot['tokens_per_s']:,.0f} tokens/s")

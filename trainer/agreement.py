@@ -1,4 +1,4 @@
-"""Whether all ranks train on the same data: digests, compared before anything is compiled.
+"""Whether all ranks train the same code on the same data: digests, compared before compilation.
 
 Nodes that keep their own copies may differ in one file, and training would go on without a word.
 Ranks tell each other through JAX's coordination service, not through a collective.
@@ -15,6 +15,9 @@ from trainer.settings import SettingsError
 
 ENDS = "_sha256"
 """Facts of a task whose names end so must be the same on all ranks."""
+
+CODE = "code_sha256"
+"""Of the modules of the user's own."""
 
 _PREFIX = "everstep/digests/"
 _POLL_S = 0.05
@@ -53,6 +56,11 @@ def compare(
             f"{name} is {ours.get(name, 'none')} here and {theirs.get(name, 'none')} there"
             for name in apart
         )
+        if apart == [CODE]:
+            raise SettingsError(
+                f"[trainer] task: rank {rank} has other code than rank 0 ({said}); install the "
+                "same version of it on all nodes, or put it beside the settings file"
+            )
         raise SettingsError(
             f"[trainer.data] path: rank {rank} has other data than rank 0 ({said}); give all nodes "
             "the same files, for example on a file system that they share"

@@ -166,6 +166,7 @@ class FreeLoop(ModelTrainer):
         self._function: Callable[[Worker], Any] = found
         self._task = _Blank(self._context)
         self._facts = {}
+        self._code = self._compare_code()
         self._environment = describe_environment()
         self._beat.enter("compile")
         threading.Thread(target=checkpoint.import_orbax, name="import", daemon=True).start()
@@ -253,6 +254,7 @@ class FreeLoop(ModelTrainer):
             state = self._state
         self._state = state  # until the first step begins, which may want its memory
         self._is_restored, self._saved_at = True, self._progress.done
+        self._pace.start(self._progress.done)
         self._start_saver()
         self._beat.enter("compile")
         return state

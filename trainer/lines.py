@@ -37,6 +37,10 @@ class LineFile:
     def append(self, line: str) -> None:
         """Write a line, and those before it that are still to be written. Never raises OSError."""
         self._kept.append(line.encode() + b"\n")
+        self.flush()
+
+    def flush(self) -> None:
+        """Try once more to write what is still to be written. Never raises OSError."""
         try:
             while self._kept:
                 self._write()

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from trainer import agreement, checkpoint, executable, snapshot, step
+from trainer import agreement, checkpoint, executable, snapshot, sources, step
 from trainer.board import Board
 from trainer.checkpoint import Committed, SaveFailed
 from trainer.config import CheckpointSettings
@@ -181,12 +181,7 @@ class ModelTrainer:
         self._task: Task = load_task(self._context)
         self._task.start()
         self._facts = dict(self._task.facts())
-        agreement.compare_over_ranks(
-            self._facts,
-            rank=self._context.rank,
-            world_size=self._context.world_size,
-            tick=self._beat.tick,
-        )
+        self._code = self._compare_code()
         self._environment = describe_environment()
         self._beat.enter("compile")
         # Beside the compilation; whoever needs it first waits for the rest of the import.
@@ -195,6 +190,17 @@ class ModelTrainer:
         self._blank = step.kept(self._task, step.host_shapes(self._programs))
         places = step.wanted(self._programs)
         self._wanted = {name: places[name] for name, _ in step.named_leaves(self._blank)}
+
+    def _compare_code(self) -> Mapping[str, str]:
+        """Digests of the user's modules, once all ranks are found to have the same, and data."""
+        code = sources.digests_of(self._settings.task)
+        agreement.compare_over_ranks(
+            {**self._facts, agreement.CODE: sources.digest_of(code)},
+            rank=self._context.rank,
+            world_size=self._context.world_size,
+            tick=self._beat.tick,
+        )
+        return code
 
     def _load_or_compile(self) -> step.Programs:
         shapes = step.shapes_of(self._task, self._layout, self._settings.seed)
@@ -362,6 +368,7 @@ class ModelTrainer:
                     raise
             self._wait(pause_s)
             pause_s = min(2 * pause_s, longest_s)
+        self._metrics.flush()  # where there was no room for them either
         return Finish(
             step=done,
             params_digest=self._digest(done),
@@ -528,6 +535,7 @@ class ModelTrainer:
         now = self._meta()
         pairs = [(meta.get(name, {}), now[name]) for name in ("environment", "facts")]
         pairs.append((_flat(meta.get("settings", {})), _flat(now["settings"])))
+        pairs.append((_of_code(meta.get("code", now["code"])), _of_code(now["code"])))
         changed = [line for then, present in pairs for line in differences(then, present)]
         if meta.get("next_batch") != now["next_batch"]:
             changed.append(f"next_batch: {meta.get('next_batch')} when saved, derived otherwise")
@@ -549,6 +557,7 @@ class ModelTrainer:
             "settings": self._settings.model_dump(mode="json"),
             "environment": self._environment,
             "facts": self._facts,
+            "code": self._code,
         }
 
     def _write_metrics(self, report: StepReport) -> None:
@@ -591,6 +600,10 @@ def _number(scalar: Any) -> float:
 
 def _json_number(value: float) -> float | None:
     return value if math.isfinite(value) else None  # JSON has no NaN
+
+
+def _of_code(digests: Mapping[str, str]) -> dict[str, str]:
+    return {f"code of {module}": digest for module, digest in digests.items()}
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "trainer.") -> dict[str, Any]:

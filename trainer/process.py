@@ -240,6 +240,7 @@ class Worker:
                 node_rank=spec.node_rank,
                 generation=spec.generation,
                 config_dir=spec.config_dir,
+                code_dir=spec.code_dir,
                 settings=spec.trainer,
                 tick=self.beat.tick,
             ),

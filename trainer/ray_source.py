@@ -100,10 +100,10 @@ def _execute(name: str, out: Path, text_key: str, address: str, options: Mapping
     import ray
     import ray.data
 
-    module = sys.modules[function.__module__]
+    module = sys.modules[name.partition(":")[0]]
     if Path(module.__file__ or "").is_relative_to(Path.cwd()):
         # The nodes of a cluster do not have the user's module: its functions travel whole.
-        ray.cloudpickle.register_pickle_by_value(module)
+        ray.cloudpickle.register_pickle_by_value(module)  # type: ignore[no-untyped-call]
     try:
         ray.init(address=address, **options)
     except Exception as error:

@@ -37,6 +37,9 @@ class Context:
     generation: int
     config_dir: str
     settings: TrainerSettings
+    code_dir: str = ""
+    """Where the modules of the user are; "" = in `config_dir`, as everything else of theirs."""
+
     feed: tuple[int, int] | None = None
     """Which of how many equal parts of a batch's rows this rank feeds; None = part `rank` of
     `world_size`. Ranks that hold parts of one matrix feed the same rows."""
@@ -177,15 +180,16 @@ def find(context: Context) -> type[Task] | Callable[..., Any]:
 
         return LanguageModel
     module_name, _, own = name.partition(":")
-    if context.config_dir not in sys.path:
-        sys.path.insert(0, context.config_dir)
+    place = context.code_dir or context.config_dir
+    if sys.path[0] != place:  # first, or another file of that name might be found instead
+        sys.path.insert(0, place)
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise
         raise SettingsError(
-            f"[trainer] task = {name!r}: no module {module_name!r} in {context.config_dir} or "
+            f"[trainer] task = {name!r}: no module {module_name!r} in {place} or "
             "among the installed packages; put it beside the settings file"
         ) from None
     found = getattr(module, own, None)

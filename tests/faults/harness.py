@@ -414,12 +414,14 @@ class Daemon:
 
 
 def must_not_overlap(records: list[dict[str, Any]]) -> None:
-    """No generation is told to train before the one before it is proven gone.
+    """No generation is told to train before the one before it is proven gone, or out of its way.
 
+    The latter: where an end was not proven, new slots are needed, which look for what is left.
     One that stands by may live beside it: it holds no state that counts. Across the death of a
     daemon there is no such line: its successor's sweep proves it.
     """
     alive: int | None = None
+    unproven = False
     for record in records:
         if record["kind"] == "header":
             alive = None
@@ -427,6 +429,9 @@ def must_not_overlap(records: list[dict[str, Any]]) -> None:
             continue
         event = record["event"]
         if event["event"] == "workers_gone" and event["generation"] == alive:
+            alive = None
+        unproven = event["event"] == "exit_unproven" or (unproven and alive is not None)
+        if event["event"] == "slots_placed" and unproven:
             alive = None
         for order in record["effects"]:
             if order["effect"] in ("StartWorkers", "RestoreWorkers", "PromoteStandby"):
@@ -495,7 +500,6 @@ class RayHead:
         self.variables = {
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN_PATH": str(token),
-            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # loopback only
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_worker_niceness": "0",
             "RAY_memory_monitor_refresh_ms": "0",
@@ -552,16 +556,25 @@ class RayHead:
 
     def ours(self) -> list[str]:
         """Names of actors and placement groups of jobs that are still there."""
+        return self._ask(
+            "[one['name'] for one in list_named_actors(all_namespaces=True)]"
+            "+ [one['name'] for one in placement_group_table().values()"
+            " if one['state'] != 'REMOVED']"
+        )
+
+    def nodes(self) -> list[str]:
+        """Its living nodes."""
+        return self._ask("[one['NodeID'] for one in ray.nodes() if one['Alive']]")
+
+    def _ask(self, expression: str) -> list[str]:
+        """By a driver of its own: this process must not be one."""
         script = (
             "import json, sys, logging, ray\n"
             "from ray.util import list_named_actors, placement_group_table\n"
             "ray.init(sys.argv[1], log_to_driver=False, logging_level=logging.ERROR)\n"
-            "actors = [one['name'] for one in list_named_actors(all_namespaces=True)]\n"
-            "groups = [one['name'] for one in placement_group_table().values()"
-            " if one['state'] != 'REMOVED']\n"
-            "print(json.dumps(actors + groups))\n"
+            f"print('answer', json.dumps({expression}))\n"
         )
-        found = subprocess.run(
+        told = subprocess.run(
             [sys.executable, "-c", script, self.address],
             env={**os.environ, **self.variables},
             capture_output=True,
@@ -569,7 +582,8 @@ class RayHead:
             timeout=PATIENCE_S,
             check=True,
         )
-        names: list[str] = json.loads(found.stdout.splitlines()[-1])
+        (line,) = (one for one in told.stdout.splitlines() if one.startswith("answer "))
+        names: list[str] = json.loads(line.removeprefix("answer "))
         return names
 
     def end(self) -> None:
@@ -582,7 +596,7 @@ class Machine:
     """A node of a Ray cluster in a pid namespace, where pids mean nothing to the daemon's host."""
 
     def __init__(self, head: RayHead) -> None:
-        self.mark = uuid.uuid4().hex
+        self.mark, self._head = uuid.uuid4().hex, head
         ray = [
             *(sys.executable, "-m", "ray.scripts.scripts", "start", f"--address={head.address}"),
             *("--node-ip-address=127.0.0.1", "--min-worker-port=0", "--max-worker-port=0"),
@@ -616,8 +630,7 @@ class Machine:
             if "not permitted" in text:
                 pytest.skip(f"no pid namespace may be made here: {text.strip()}")
             raise AssertionError(text)
-        names = [Path(f"/proc/{one.pid}/exe").readlink().name for one in self.processes()]
-        return "raylet" in names
+        return len(self._head.nodes()) == 2
 
     def processes(self) -> list[Identity]:
         """All of it, as seen from the host."""

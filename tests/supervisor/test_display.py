@@ -52,7 +52,7 @@ def test_one_look_tells_how_the_job_is_doing() -> None:
         "120 of 600",
         "20 %",
         "0:01:20 left",
-        "loss 2.3100  held-out 2.4567 (byte-unigram entropy 4.1000)  12,345 tokens/s",
+        "loss 2.3100  held-out 2.4567 (unigram entropy 4.1000)  12,345 tokens/s",
         "checkpoint of step 100  20 steps ago",
         "worker 1 of 10",
         "1: rank 1 was killed by SIGKILL",

@@ -73,3 +73,11 @@ def test_two_nodes_with_different_files_never_take_a_step(world: World) -> None:
     assert raised["error"]["user"]
     assert "rank 1 has other data than rank 0 (text_sha256 is" in raised["error"]["message"]
     assert "stepped" not in first.kinds()
+
+
+def test_a_rank_with_other_code_says_so() -> None:
+    """An installed package of two versions computes two things, or hangs."""
+    board = Board()
+    compare({"code_sha256": "a"}, board, 0)
+    with pytest.raises(SettingsError, match="rank 1 has other code than rank 0"):
+        compare({"code_sha256": "b"}, board, 1)

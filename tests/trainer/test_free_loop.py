@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 import time
@@ -202,6 +203,23 @@ def test_what_is_no_step_is_said_and_does_not_count(tmp_path: Path) -> None:
     assert run.lines()[0]["tokens_per_s"] > 0
     second = Run(tmp_path / "second", train, steps=2)
     assert second.beat.phases[6:9] == ["step", "evaluate", "step"]
+
+
+def test_a_resume_says_which_module_has_changed_since(tmp_path: Path) -> None:
+    """A run that goes on with other code is another run; its user must not find out by chance."""
+    helper = tmp_path / "users_helper.py"
+    helper.write_text("SCALE = 1\n")
+    sys.path.insert(0, str(tmp_path))
+    try:
+        importlib.import_module("users_helper")
+        Run(tmp_path, add, stop_after=2)
+        assert Run(tmp_path, add, stop_after=4).ready[0].differences == ()
+        helper.write_text("SCALE = 2\n")
+        (line,) = Run(tmp_path, add).ready[0].differences
+        assert line.startswith("code of users_helper: ")
+    finally:
+        sys.path.remove(str(tmp_path))
+        del sys.modules["users_helper"]
 
 
 def broken(**what: Any) -> Callable[[Worker], Any]:

@@ -70,6 +70,11 @@ def test_lines_that_a_full_disk_refuses_are_written_when_it_has_room(
     assert whole_lines(path) == [0, 1, 2, 3]
     assert news[1:] == [""]
     assert path.stat().st_mode & 0o777 == 0o600
+    disk.room = 0
+    lines.append(step(4))
+    disk.room = None
+    lines.flush()
+    assert whole_lines(path) == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("room", range(1, 40))
