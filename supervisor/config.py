@@ -10,8 +10,16 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, field_validator
 
 from supervisor.redis_address import fault_of, masked
-from trainer.config import CheckpointSettings, TrainerSettings
-from trainer.settings import Origin, Relation, Section, section_of, show, walk
+from trainer.config import CheckpointSettings, MeshSettings, TrainerSettings
+from trainer.settings import (
+    Origin,
+    Relation,
+    Section,
+    SettingsError,
+    section_of,
+    show,
+    walk,
+)
 
 Auto = Literal["auto"]
 Seconds = Annotated[float, Field(gt=0)]
@@ -275,19 +283,30 @@ class Settings(Section):
         batch, devices = self.trainer.data.batch_size, self.devices
         causes = ["cluster.workers"]
         causes += ["cluster.gpus_per_worker"] if self.cluster.gpus_per_worker else []
-        if batch % devices:
-            lower, upper = batch // devices * devices, -(-batch // devices) * devices
+        mesh = self.trainer.mesh
+        try:
+            dp, fsdp, _ = mesh.sizes(devices)
+        except SettingsError:
+            keys = [f"trainer.mesh.{name}" for name in ("dp", "fsdp", "tp") if _is_set(mesh, name)]
+            yield Relation(
+                keys=(*keys, *causes),
+                message=f"the mesh must use every device: make dp x fsdp x tp = {devices}, with -1 "
+                "for what is left",
+            )
+            return
+        shards = dp * fsdp
+        if batch % shards:
+            lower, upper = batch // shards * shards, -(-batch // shards) * shards
             choices = " or ".join(str(n) for n in (lower, upper) if n)
             yield Relation(
                 keys=("trainer.data.batch_size", *causes),
-                message=f"every device takes the same share of a batch; set batch_size to a "
-                f"multiple of {devices} ({choices})",
+                message=f"each of {shards} parts (dp x fsdp) takes the same share of a batch; set "
+                f"batch_size to a multiple of {shards} ({choices})",
             )
-        if self.trainer.mesh.dp not in (-1, devices):
-            yield Relation(
-                keys=("trainer.mesh.dp", *causes),
-                message=f"the mesh must use every device; set dp to {devices}, or to -1",
-            )
+
+
+def _is_set(mesh: MeshSettings, name: str) -> bool:
+    return bool(getattr(mesh, name) not in (-1, 1))
 
 
 class Location(Section):
