@@ -21,6 +21,9 @@ from typing import Any, Protocol
 from trainer.task import TaskError
 
 EVERY_S = 0.5
+GRACE_S = 5.0
+"""How long a rank may be in a step that others have left for good: it may be about to leave it."""
+
 _MARKED_EARLY, _MARKED_EVERY = (1, 4, 16), 64
 """After which of its steps, counted from its start, a rank says what it has reported so far."""
 
@@ -109,10 +112,16 @@ class Ledger:
     """
 
     def __init__(
-        self, board: Board, rank: int, world_size: int, *, every_s: float = EVERY_S
+        self,
+        board: Board,
+        rank: int,
+        world_size: int,
+        *,
+        every_s: float = EVERY_S,
+        grace_s: float = GRACE_S,
     ) -> None:
         self._board, self._rank, self._world_size = board, rank, world_size
-        self._every_s = every_s
+        self._every_s, self._grace_s = every_s, grace_s
         self._begun, self._ended, self._steps = 0, -1, 0
         self._digest = hashlib.sha256()
         self._marks: dict[int, Mark] = {}
@@ -141,10 +150,13 @@ class Ledger:
     def finish(self, steps: int, tick: Callable[[], None]) -> None:
         """Wait until all ranks have ended, `tick` by `tick`; raises `TaskError` as `end` does."""
         self._mark(steps, ())
-        self._ended = steps
+        self._begun = self._ended = steps
+        patient_until = time.monotonic() + self._grace_s
         while True:
             accounts = self._exchange()
-            if found := complaint(accounts):
+            may_leave = time.monotonic() < patient_until
+            judged = [one for one in accounts if one.ended >= 0] if may_leave else accounts
+            if found := complaint(judged):
                 raise TaskError(f"the ranks do not do the same: {found}")
             if sum(one.ended >= 0 for one in accounts) == self._world_size:
                 self._over.set()
@@ -174,7 +186,8 @@ class Ledger:
     def _keep(self) -> None:
         while not self._over.wait(self._every_s):
             if self._rank == 0:
-                self._complaint = self._complaint or complaint(self._exchange())
+                training = [one for one in self._exchange() if one.ended < 0]
+                self._complaint = self._complaint or complaint(training)
                 continue
             with contextlib.suppress(Exception):
                 self._board.write(self._rank, self._account().to_json())

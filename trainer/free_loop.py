@@ -105,7 +105,8 @@ class Worker:
     def steps(self) -> Iterator[int]:
         """The steps that are left, by index from 0; what is between two of them happens here.
 
-        Leave it by `break` to end training early: on all ranks after the same step.
+        Leave it by `break` to end training early, on all ranks in the same step; that one counts if
+        anything was reported or handed over in it.
         """
         return self._loop.steps()
 
@@ -201,7 +202,7 @@ class FreeLoop(ModelTrainer):
         try:
             self._function(Worker(self))
             if self._index is not None:  # it left its loop by `break`
-                self._end_step()
+                self._end_last()
         except Stopped:
             return None
         self._check_end()
@@ -280,6 +281,7 @@ class FreeLoop(ModelTrainer):
         """See `Worker.report`."""
         if self._index is None:
             raise TaskError("worker.report belongs inside of a step of worker.steps()")
+        self._speak()
         for name, value in metrics.items():
             self._metrics_now[name] = _scalar(name, value)
         self._beat.tick()
@@ -290,6 +292,7 @@ class FreeLoop(ModelTrainer):
             raise TaskError("worker.checkpoint belongs inside of a step of worker.steps()")
         if position is not None:
             _check_json(position)
+        self._speak()
         arrays = _arrays(state)
         self._check_form(arrays)
         self._handed, self._save_now = arrays, self._save_now or now
@@ -310,9 +313,9 @@ class FreeLoop(ModelTrainer):
     # What happens between two steps
 
     def _begin_step(self, index: int) -> None:
-        self._state = self._handed = None
+        self._handed = None
         self._save_now, self._metrics_now, self._aside_s = False, {}, 0.0
-        self._index = index
+        self._index, self._has_spoken = index, False
         if self._ledger is not None:
             self._ledger.begin(index)
         # Whatever the function runs for the first time is compiled then, and that takes longer.
@@ -320,10 +323,24 @@ class FreeLoop(ModelTrainer):
         self._first = False
         self._started = time.monotonic()
 
+    def _speak(self) -> None:
+        """The first word of a step: it has been done, and the state before it is not kept."""
+        self._has_spoken, self._state = True, None
+
+    def _end_last(self) -> None:
+        """Of a step that was left without a word nothing was done: the one before it was the last.
+
+        Unless the function has done away with the state before it, without handing over another.
+        """
+        if self._has_spoken:
+            self._end_step()
+        elif any(leaf.is_deleted() for leaf in jax.tree.leaves(self._state)):
+            self._state = None
+
     def _end_step(self) -> None:
         index = self._index
         assert index is not None
-        self._index = None
+        self._index, self._state = None, self._handed
         report = self._sum_up(index, time.monotonic() - self._started - self._aside_s)
         if self._ledger is not None:
             self._ledger.end(index, self._metrics_now)
@@ -331,7 +348,6 @@ class FreeLoop(ModelTrainer):
             self._write_metrics(report)
         self._check_loss(index)
         if self.holds_state:
-            self._state = self._handed
             if self._is_due(report.step_s):
                 self.save()
                 self._saved_at = self._progress.done

@@ -71,7 +71,7 @@ def run(ledger: Ledger, steps: int, names: Sequence[str]) -> None:
 def test_ranks_that_do_the_same_end_together_without_a_word() -> None:
     """The first to end waits for the last, and says meanwhile that it lives."""
     board = Shared()
-    slow, fast = (Ledger(board, rank, 2, every_s=0.01) for rank in range(2))
+    slow, fast = (Ledger(board, rank, 2, every_s=0.01, grace_s=0.1) for rank in range(2))
     run(fast, 5, ["loss"])
     ticks: list[float] = []
     waiting = threading.Thread(target=fast.finish, args=(5, lambda: ticks.append(time.monotonic())))
@@ -87,7 +87,7 @@ def test_ranks_that_do_the_same_end_together_without_a_word() -> None:
 def test_a_rank_that_ends_early_says_so_while_the_others_hang() -> None:
     """They wait in a collective for a rank that will never come, and can say nothing."""
     board = Shared()
-    hanging, early = (Ledger(board, rank, 2, every_s=0.01) for rank in range(2))
+    hanging, early = (Ledger(board, rank, 2, every_s=0.01, grace_s=0.1) for rank in range(2))
     run(hanging, 4, ["loss"])
     run(early, 4, ["loss"])
     hanging.begin(4)
@@ -95,10 +95,26 @@ def test_a_rank_that_ends_early_says_so_while_the_others_hang() -> None:
         early.finish(4, lambda: None)
 
 
+def test_a_rank_that_leaves_a_step_at_once_has_not_done_it() -> None:
+    """All ranks end early, at the top of a step that some have told of already."""
+    board = Shared()
+    slow, fast = (Ledger(board, rank, 2, every_s=0.01, grace_s=5.0) for rank in range(2))
+    for ledger in (slow, fast):
+        run(ledger, 3, ["loss"])
+        ledger.begin(3)
+    time.sleep(0.1)  # both are known to have begun a fourth
+    ends = threading.Thread(target=fast.finish, args=(3, lambda: None))
+    ends.start()
+    time.sleep(0.1)
+    slow.finish(3, lambda: None)
+    ends.join(5)
+    assert not ends.is_alive()
+
+
 def test_rank_0_hears_of_other_metrics_while_it_trains() -> None:
     """Long before the end, and without waiting for anybody."""
     board = Shared()
-    leader, other = (Ledger(board, rank, 2, every_s=0.01) for rank in range(2))
+    leader, other = (Ledger(board, rank, 2, every_s=0.01, grace_s=0.1) for rank in range(2))
     run(other, 4, ["loss", "accuracy"])
 
     def train() -> None:

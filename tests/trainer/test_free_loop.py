@@ -167,6 +167,24 @@ def test_a_loop_that_is_left_early_is_complete_there(tmp_path: Path) -> None:
     assert [one.step for one in run.steps] == [0, 1, 2]
 
 
+def test_a_step_that_is_left_at_its_top_does_not_count(tmp_path: Path) -> None:
+    """`if good_enough: break` stands at the top as often as at the bottom."""
+
+    def train(worker: Worker) -> None:
+        state = worker.restore(jnp.zeros(2))
+        for step in worker.steps():
+            if step == 3:
+                break
+            state = state + 1
+            worker.report(loss=1.0)
+            worker.checkpoint(state)
+
+    run = Run(tmp_path, train)
+    assert run.finish is not None
+    assert run.finish.step == 3
+    assert checkpoint.finished(tmp_path)[0][0] == 3
+
+
 def test_an_order_to_stop_waits_for_a_state(tmp_path: Path) -> None:
     """Stopping where nothing was handed over would lose steps."""
 

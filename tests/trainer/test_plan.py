@@ -102,3 +102,11 @@ def test_pieces_without_a_target_that_counts_are_left_out_and_no_others(
         if counts[start + 1 : start + size].any()
     ]
     assert list(zip(kept.start.tolist(), kept.length.tolist(), strict=True)) == wanted
+
+
+def test_neighbours_of_equal_length_are_not_put_together() -> None:
+    """Records that follow each other in a file are often alike; a step should see many kinds."""
+    plan = pack(cut_documents(ends_of([8] * 1000), 16), 17)
+    first, second = plan.pieces.start[::2], plan.pieces.start[1::2]
+    assert len(plan) == 500
+    assert np.mean(second - first == 8) < 0.02

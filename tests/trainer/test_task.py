@@ -57,6 +57,20 @@ def test_a_task_beside_the_settings_file_is_found(folder: Path) -> None:
     assert type(task).__name__ == "Mine"
 
 
+def test_code_that_was_sent_to_this_node_wins_over_a_copy_of_it(folder: Path) -> None:
+    """A stale checkout on one node would train something else than the other ranks."""
+    code = "from tests.trainer.test_task import Sum\n\nclass Mine(Sum):\n    place = {!r}\n"
+    for name in ("stale", "sent"):
+        (folder / name).mkdir()
+        (folder / name / "users_sent.py").write_text(code.format(name))
+    sys.path.insert(0, str(folder / "stale"))  # as the directory that the process started in
+    sys.path.append(str(folder / "sent"))  # as Ray says it in PYTHONPATH
+    task: Any = load_task(
+        context(folder / "stale", "users_sent:Mine", code_dir=str(folder / "sent"))
+    )
+    assert task.place == "sent"
+
+
 @pytest.mark.parametrize(
     ("task", "complaint"),
     [

@@ -86,7 +86,9 @@ def pack(pieces: Pieces, room: int) -> Plan:
     open_rows: list[list[int]] = [[] for _ in range(room + 1)]  # by the room that is left
     fits = 0  # bit r is set where there is a row with room r left
     rows = 0
-    order = np.argsort(-pieces.length, kind="stable")
+    # Of equal ones any: neighbours in a file are alike, and better met in different steps.
+    lots = np.random.Philox(key=0).random_raw(len(pieces))
+    order = np.lexsort((lots, -pieces.length))
     for piece, needed in zip(order.tolist(), pieces.length[order].tolist(), strict=True):
         candidates = fits >> needed
         if candidates:

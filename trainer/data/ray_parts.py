@@ -65,14 +65,15 @@ def folder_of(name: str, config_dir: Path, cache: Path, text_key: str) -> Path:
     """
     module = name.partition(":")[0]
     file = config_dir / Path(*module.split(".")).with_suffix(".py")
-    text = b"installed"
-    if file.is_file():
-        text = file.read_bytes()
-    elif importlib.util.find_spec(module.partition(".")[0]) is None:
-        raise SettingsError(
-            f'[trainer.data] path = "{name}": there is no module {module!r} in {config_dir} or '
-            "among the installed packages; put it beside the settings file"
-        )
+    if not file.is_file():
+        found = importlib.util.find_spec(module.partition(".")[0])
+        if found is None:
+            raise SettingsError(
+                f'[trainer.data] path = "{name}": there is no module {module!r} in {config_dir} or '
+                "among the installed packages; put it beside the settings file"
+            )
+        file = Path(found.origin or "")
+    text = file.read_bytes() if file.is_file() else b""
     digest = hashlib.sha256(f"{name}\n{text_key}\n".encode() + text).hexdigest()[:16]
     return cache / f"ray-{digest}"
 
@@ -134,5 +135,5 @@ def _execute(
 
 
 def _python_path(config_dir: Path) -> str:
-    given = os.environ.get("PYTHONPATH")
-    return os.pathsep.join([str(config_dir), *([given] if given else [])])
+    """What can be imported here can be imported there."""
+    return os.pathsep.join([str(config_dir), *(one for one in sys.path if one)])

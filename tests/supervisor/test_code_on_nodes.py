@@ -1,0 +1,66 @@
+"""The user's code on a cluster of two nodes that share no file but the run directory."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from supervisor import ray_calls
+from supervisor.shipping import collect
+from tests.supervisor.test_cluster import Story
+
+
+@pytest.fixture
+def address(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[str]:
+    """Two raylets as two nodes, a CPU each."""
+    if not request.config.getoption("--full"):
+        pytest.skip("starts a Ray cluster of two nodes; --full runs it")
+    from ray.cluster_utils import Cluster
+
+    before = dict(os.environ)
+    for name in [name for name in os.environ if name.startswith("RAY_")]:
+        del os.environ[name]
+    os.environ["RAY_AUTH_MODE"] = "disabled"
+    cluster = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False}
+    )
+    cluster.add_node(num_cpus=1)
+    yield cluster.address
+    ray_calls.disconnect()
+    cluster.shutdown()
+    os.environ.clear()
+    os.environ.update(before)
+
+
+def test_a_module_beside_the_settings_is_on_every_node(address: str, tmp_path: Path) -> None:
+    """Without it the second node says ModuleNotFoundError, or worse, imports an old copy."""
+    here = tmp_path / "here"
+    here.mkdir()
+    (here / "users_task.py").write_text("NAME = 'sent'\n")
+    (here / "data.bin").write_bytes(b"x" * 4096)
+    run_dir = tmp_path / "runs" / "first"
+    run_dir.mkdir(parents=True)
+    with asyncio.Runner() as runner:
+        code = collect("users_task:Task", here, run_dir)
+        story = Story(run_dir, code=code, address=address, placement="strict_spread")
+        runner.run(story.cluster.connect())
+        try:
+            slots = runner.run(story.cluster.place(1, 60.0))
+            assert len({slot.node_id for slot in slots}) == 2
+            shutil.rmtree(here)  # as if it had never been on these nodes
+            specs = story.specs(1, config_dir=str(here))
+            runner.run(story.cluster.start(1, specs))
+            for rank in range(2):
+                runner.run(story.cluster.order(1, rank, {"order": "tell"}))
+                told = runner.run(story.until("told", rank))
+                found = Path(told["cwd"])
+                assert (found / "users_task.py").read_text() == "NAME = 'sent'\n"
+                assert not (found / "data.bin").exists()
+        finally:
+            runner.run(story.cluster.sweep())
+            runner.run(story.cluster.disconnect(stop_head=False))
