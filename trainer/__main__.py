@@ -8,6 +8,7 @@ something with the model of the job instead; they have their own --help.
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import shutil
 import sys
@@ -223,8 +224,8 @@ def _train(arguments: Sequence[str]) -> int:
     )
     if isinstance(trainer, FreeLoop):
         trainer.build()
-        trainer.restore(restored[2] if restored else None)
-        finish = trainer.follow(tell_ready, tell_step)
+        point = restored[2] if restored else None
+        finish = trainer.follow(functools.partial(trainer.restore, point), tell_ready, tell_step)
         assert finish is not None, "nobody gives orders here"
     else:
         tell_ready(trainer.prepare())

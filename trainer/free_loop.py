@@ -94,13 +94,16 @@ class Worker:
         """One global batch (jax) out of the rows that each rank holds (a pytree of numpy)."""
         return step.place_rows(self._loop.layout, rows)
 
-    def restore(self, state: State) -> State:
+    def restore(self, state: State, *, warm_up: Callable[[State], Any] | None = None) -> State:
         """The state to go on with: the one of the restore point, or at the first start `state`.
 
         Arrays come back global: as they were where they lie on `mesh` already, else whole on all
         devices. Raises `TaskError` where what was saved is of another form.
+
+        A process that stands by waits in here, with all that comes before it done. It calls
+        `warm_up` first, with a copy of `state` and for nothing but what is compiled by that.
         """
-        return self._loop.take_up(state)
+        return self._loop.take_up(state, warm_up)
 
     def steps(self) -> Iterator[int]:
         """The steps that are left, by index from 0; what is between two of them happens here.
@@ -154,8 +157,8 @@ class _Blank(Task):
 class FreeLoop(ModelTrainer):
     """Calls the user's function, and does what is between its steps.
 
-    Where a `Task` is compiled ahead and loaded with its state, this only joins and imports: the
-    function does the rest once it is called. So a generation that stands by is less far.
+    Where a `Task` is compiled ahead and loaded with its state, here only the function knows what
+    to do: a generation that stands by calls it, and waits in its `restore`.
     """
 
     position: Mapping[str, Any] = {}  # replaced, never written to
@@ -171,7 +174,6 @@ class FreeLoop(ModelTrainer):
         self._environment = describe_environment()
         self._beat.enter("compile")
         threading.Thread(target=checkpoint.import_orbax, name="import", daemon=True).start()
-        self._differences: tuple[str, ...] = ()
         self._is_restored = False
         self._handed: State = None
         self._saved_at = -1
@@ -181,23 +183,34 @@ class FreeLoop(ModelTrainer):
         self._aside_s = 0.0
         self._first = True
 
-    def restore(self, point: Path | RestorePoint | None) -> None:  # type: ignore[override]
-        """Where the function will start; it loads that itself, once it is called."""
-        self._restore_from = point
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether the function may be called, up to its `restore`, while another one trains.
+
+        Not on accelerators, whose memory belongs to those that train.
+        """
+        return bool(self._layout.mesh.devices.flat[0].platform == "cpu")
 
     def warm_up(self) -> None:
-        """Nothing: what to run is known to the function alone."""
+        """Have the function compile what it can, on a copy of its first state."""
+        if self._warm_up is not None:
+            self._warm_up(jax.tree.map(_copy, self._spread(self._fresh)))
+            self._beat.tick()
 
     def follow(
         self,
+        start: Callable[[], Ready],
         on_ready: Callable[[Ready], None],
         on_step: Callable[[StepReport], bool],
     ) -> Finish | None:
         """Call the function; None where `on_step` wanted it to stop, between two steps.
 
+        `start` is called when the form of its state is known: it waits for its turn, if need be,
+        and ends with `restore`.
+
         Raises `TaskError` where the function breaks the contract, and whatever it raises.
         """
-        self._on_ready, self._on_step = on_ready, on_step
+        self._start, self._on_ready, self._on_step = start, on_ready, on_step
         self._ledger = open_ledger(self._context.rank, self._context.world_size)
         try:
             self._function(Worker(self))
@@ -233,7 +246,7 @@ class FreeLoop(ModelTrainer):
         """Finished steps."""
         return self._progress.done
 
-    def take_up(self, like: State) -> State:
+    def take_up(self, like: State, warm_up: Callable[[State], Any] | None = None) -> State:
         """See `Worker.restore`."""
         if self._is_restored:
             raise TaskError("worker.restore was called twice; call it once, before worker.steps")
@@ -247,31 +260,18 @@ class FreeLoop(ModelTrainer):
             layout=self._layout, state=shapes, batch_rows=0, train=_no_step, evaluate=None
         )
         self._blank, self._wanted = step.host_shapes(self._programs), step.wanted(self._programs)
-        self._beat.enter("restore")
-        if self._restore_from is None:
-            state = self._spread(arrays)
-        else:
-            self._differences = self._restore(self._restore_from)
-            state = self._state
-        self._state = state  # until the first step begins, which may want its memory
+        self._fresh, self._warm_up = arrays, warm_up
+        self._ready = self._start()
+        self._fresh = None
         self._is_restored, self._saved_at = True, self._progress.done
-        self._pace.start(self._progress.done)
-        self._start_saver()
         self._beat.enter("compile")
-        return state
+        return self._state
 
     def steps(self) -> Iterator[int]:
         """See `Worker.steps`."""
         if not self._is_restored:
             raise TaskError("call worker.restore(state) before worker.steps()")
-        self._on_ready(
-            Ready(
-                step=self._progress.done,
-                environment=self._environment,
-                differences=self._differences,
-                facts=self._facts,
-            )
-        )
+        self._on_ready(self._ready)
         while self._progress.done < self._settings.steps:
             self._begin_step(self._progress.done)
             yield self._progress.done
@@ -469,6 +469,14 @@ class FreeLoop(ModelTrainer):
                     f"worker.restore gave as {wanted.sharding}: jax.jit has out_shardings for that"
                 )
 
+    def _restore(self, point: Path | RestorePoint | None) -> tuple[str, ...]:
+        if point is not None:
+            return super()._restore(point)
+        self._forget()
+        self.position = {}
+        self._state = self._spread(self._fresh)
+        return ()
+
     def _compare(self, meta: Mapping[str, Any]) -> tuple[str, ...]:
         self.position = dict(meta.get("position", {}))
         return super()._compare(meta)
@@ -504,6 +512,12 @@ def _array(name: str, leaf: Any) -> Any:
         f"state: {name} is a {type(leaf).__name__}, no array: keep it out of the state "
         "(nnx.split, equinox.partition)"
     )
+
+
+def _copy(leaf: Any) -> Any:
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return jax.random.clone(leaf)
+    return jnp.copy(leaf)
 
 
 def _bits(leaf: Any) -> Any:

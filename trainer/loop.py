@@ -498,8 +498,7 @@ class ModelTrainer:
 
     def _restore(self, point: Path | RestorePoint | None) -> tuple[str, ...]:
         if point is None:
-            self._progress = _Progress()
-            self._guard = Guard(self._settings.guards)
+            self._forget()
             self._state = step.initial_state(self._task, self._programs, self._settings.seed)
             jax.block_until_ready(self._state)  # type: ignore[no-untyped-call]
             return ()
@@ -518,6 +517,11 @@ class ModelTrainer:
         self._beat.loss = self._progress.loss
         self._beat.held_out_loss = self._progress.held_out_loss
         return self._compare(meta)
+
+    def _forget(self) -> None:
+        """Begin at step 0."""
+        self._progress = _Progress()
+        self._guard = Guard(self._settings.guards)
 
     def _load_snapshot(self, point: RestorePoint) -> tuple[Assembly, Mapping[str, Any]]:
         leaves = step.named_leaves(self._blank)

@@ -173,14 +173,19 @@ class Worker:
         watchdog.cancel()
         trainer = self._trainer(layout)
         trainer.build()
-        ready = (
-            self._stand_by(trainer) if self.spec.role == "standby" else trainer.restore(self._point)
-        )
-        if ready is None:
+        from trainer.free_loop import FreeLoop
+
+        if isinstance(trainer, FreeLoop):
             self._follow(trainer)
         else:
-            self._tell_ready(ready)
+            self._tell_ready(self._start(trainer))
             self._drive(trainer)
+
+    def _start(self, trainer: Any) -> Any:
+        """Have it hold its starting state, when its time has come."""
+        if self.spec.role == "standby":
+            return self._stand_by(trainer)
+        return trainer.restore(self._point)
 
     def _tell_ready(self, ready: Any) -> None:
         self.reports.send(
@@ -200,10 +205,7 @@ class Worker:
         """
         if self.orders.standby.empty():
             trainer.warm_up()
-            self.beat.enter("wait")
-            seconds = round(time.monotonic() - _STARTED, 3)
-            self.reports.send("standing_by", seconds=seconds, rss_bytes=_resident_bytes())
-            log.info("standing by", seconds=seconds)
+            self._say_standing_by()
         loaded: tuple[RestorePoint | None, Any] | None = None
         while True:
             promoted, point, skips = self.orders.standby.get()
@@ -213,6 +215,20 @@ class Worker:
                 return loaded[1] if loaded and loaded[0] == point else trainer.restore(point)
             loaded = self._preload(trainer, point)
             self.beat.enter("wait")
+
+    def _say_standing_by(self) -> None:
+        self.beat.enter("wait")
+        seconds = round(time.monotonic() - _STARTED, 3)
+        self.reports.send("standing_by", seconds=seconds, rss_bytes=_resident_bytes())
+        log.info("standing by", seconds=seconds)
+
+    def _await_turn(self, loop: Any) -> None:
+        """Stand by where nothing may be done ahead."""
+        self._say_standing_by()
+        promoted = False
+        while not promoted:
+            promoted, self._point, skips = self.orders.standby.get()
+            loop.skip(skips)
 
     def _preload(
         self, trainer: Any, point: RestorePoint | None
@@ -297,8 +313,13 @@ class Worker:
 
     def _follow(self, loop: Any) -> None:
         """A loop of the user's own drives itself, and asks between its steps."""
+        start = functools.partial(self._start, loop)
+        if self.spec.role == "standby" and not loop.runs_ahead:
+            self._await_turn(loop)
+            start = functools.partial(loop.restore, self._point)
+        after = functools.partial(self._after, loop)
         with self._numbers_watched():
-            finish = loop.follow(self._tell_ready, functools.partial(self._after, loop))
+            finish = loop.follow(start, self._tell_ready, after)
             if finish is not None:
                 self._complete(finish)
 

@@ -25,8 +25,11 @@ def train(worker: Worker) -> None:
         updates, moments = optimizer.update(gradient, moments, params)
         return optax.apply_updates(params, updates), moments, loss
 
+    def warm_up(state: tuple) -> None:  # in a process that stands by
+        update(*state, worker.place(data.batch(0, worker.rows(size))))
+
     params = new_params(jax.random.key(worker.settings.seed))
-    params, moments = worker.restore((params, optimizer.init(params)))
+    params, moments = worker.restore((params, optimizer.init(params)), warm_up=warm_up)
     for step in worker.steps():
         batch = worker.place(data.batch(step, worker.rows(size)))
         params, moments, loss = update(params, moments, batch)

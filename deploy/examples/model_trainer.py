@@ -28,14 +28,22 @@ class ModelTrainer:
         self.worker, self.size = worker, worker.settings.data.batch_size
         self.data = Digits(seed=worker.settings.seed, batch_size=self.size)
         self.optimizer = optax.adamw(3e-3)
-        places = {name: NamedSharding(worker.mesh, place) for name, place in PLACES.items()}
+        key = jax.random.key(worker.settings.seed)
+        places = jax.tree_util.tree_map_with_path(self._place, jax.eval_shape(self._new, key))
         # Drawn where they lie: no device ever holds a whole matrix.
-        params = jax.jit(new_params, out_shardings=places)(jax.random.key(worker.settings.seed))
-        fresh = {"params": params, "optimizer": jax.jit(self.optimizer.init)(params)}
-        self.state = worker.restore(fresh)
+        fresh = jax.jit(self._new, out_shardings=places)(key)
         # What comes out lies as what goes in, or the state could not be kept in parts.
-        places = jax.tree.map(lambda leaf: leaf.sharding, self.state)
         self.update = jax.jit(self._update, donate_argnums=0, out_shardings=(places, None))
+        self.state = worker.restore(fresh, warm_up=self.warm_up)
+
+    def _new(self, key: Any) -> Any:
+        params = new_params(key)
+        return {"params": params, "optimizer": self.optimizer.init(params)}
+
+    def _place(self, path: Any, leaf: Any) -> NamedSharding:
+        """Of a matrix, and of what the optimizer remembers of it, by its name."""
+        name = getattr(path[-1], "key", None)
+        return NamedSharding(self.worker.mesh, PLACES.get(name, P()))
 
     def _update(self, state: Any, batch: Any) -> tuple[Any, Any]:
         loss, gradient = jax.value_and_grad(loss_of)(state["params"], batch)
@@ -43,10 +51,17 @@ class ModelTrainer:
         params = optax.apply_updates(state["params"], updates)
         return {"params": params, "optimizer": optimizer}, loss
 
+    def batch(self, step: int) -> Any:
+        """The global batch of a step; each worker feeds its rows."""
+        return self.worker.place(self.data.batch(step, self.worker.rows(self.size)))
+
+    def warm_up(self, state: Any) -> None:
+        """In a process that stands by: compile."""
+        self.update(state, self.batch(0))
+
     def train_step(self, step: int) -> Any:
         """One update on the batch of a step; the loss."""
-        rows = self.data.batch(step, self.worker.rows(self.size))
-        self.state, loss = self.update(self.state, self.worker.place(rows))
+        self.state, loss = self.update(self.state, self.batch(step))
         return loss
 
     def evaluate(self) -> Any:

@@ -23,7 +23,7 @@ full = pytest.mark.full
 
 PACKED: dict[str, Any] = {
     "trainer.task": "language_model",
-    "trainer.steps": 400,
+    "trainer.steps": 150,
     "trainer.model.layers": 1,
     "trainer.model.width": 16,
     "trainer.model.heads": 2,

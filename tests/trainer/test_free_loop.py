@@ -45,6 +45,7 @@ class Run:
         sys.modules["users_loop"] = module
         folder.mkdir(exist_ok=True)
         self.folder, self.stop_after = folder, more.pop("stop_after", None)
+        stands_by = more.pop("stands_by", False)
         self.ready: list[Ready] = []
         self.steps: list[StepReport] = []
         self.outcomes: list[Any] = []
@@ -68,7 +69,19 @@ class Run:
         )
         assert isinstance(self.loop, FreeLoop)
         self.loop.build()
-        self.finish: Finish | None = self.loop.follow(self.ready.append, self._after)
+        self.point = newest[0][2] if newest else None
+        self.finish: Finish | None = self.loop.follow(
+            self._stand_by if stands_by else self._start, self.ready.append, self._after
+        )
+
+    def _start(self) -> Ready:
+        return self.loop.restore(self.point)
+
+    def _stand_by(self) -> Ready:
+        """As a standby does it: warmed up, loaded ahead, and then told of something newer."""
+        self.loop.warm_up()
+        self.loop.restore(None)
+        return self.loop.restore(self.point)
 
     def _after(self, report: StepReport) -> bool:
         self.steps.append(report)
@@ -117,6 +130,38 @@ def test_a_stopped_loop_goes_on_to_the_same_end_as_an_undisturbed_one(tmp_path: 
     assert told == [(line["step"], line["loss"], line["steps_so_far"]) for line in resumed.lines()]
     _, _, path = checkpoint.finished(tmp_path / "stopped")[0]
     assert json.loads((path / "meta" / "metadata").read_text())["position"] == {"epoch": 2}
+
+
+def test_a_loop_that_stands_by_compiles_on_a_copy_and_waits_in_restore(tmp_path: Path) -> None:
+    """What it runs to be warm may consume the copy, and must leave no trace."""
+    order: list[str] = []
+
+    def train(worker: Worker) -> None:
+        update = jax.jit(lambda state: (state[0] + 1, state[1]), donate_argnums=0)
+        order.append("set up")
+
+        def warm_up(state: Any) -> None:
+            order.append("warm up")
+            jax.block_until_ready(update(state))
+
+        state = worker.restore((jnp.zeros(2), jax.random.key(1)), warm_up=warm_up)
+        order.append("restored")
+        for _ in worker.steps():
+            state = update(state)
+            worker.report(loss=state[0].sum())
+            worker.checkpoint(state)
+
+    for name in ("calm", "standby"):
+        (tmp_path / name).mkdir()
+    Run(tmp_path / "standby", train, stop_after=2)
+    assert order == ["set up", "restored"]
+    promoted = Run(tmp_path / "standby", train, stands_by=True)
+    assert order[2:] == ["set up", "warm up", "restored"]
+    calm = Run(tmp_path / "calm", train, stands_by=True)
+    assert promoted.finish is not None
+    assert calm.finish is not None
+    assert [one.step for one in promoted.steps] == [3, 4, 5]
+    assert promoted.finish.params_digest == calm.finish.params_digest
 
 
 def test_the_position_that_was_saved_is_there_when_the_loop_starts_again(tmp_path: Path) -> None:
