@@ -124,7 +124,7 @@ def test_a_head_that_dies_with_its_daemon_is_an_ordinary_failure(
 @full
 def test_a_daemon_may_be_killed_in_every_state(job: MakeJob, undisturbed: Numbers) -> None:
     """`kill -9` at each transition, then the same command again (CASES 7, 26)."""
-    tiny = job(**{"trainer.options.pace_s": 0.15})
+    tiny = job(**{"trainer.options.pace_s": 0.6})  # no daemon is so long away that it ends
     daemon = tiny.start()
     daemon.until("restore_point_selected")  # PROVISIONING: Ray is being started
     daemon = again(tiny)

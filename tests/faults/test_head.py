@@ -39,7 +39,8 @@ def test_a_head_that_is_killed_with_all_its_workers_is_replaced_by_the_daemon(
 ) -> None:
     """Nothing but the daemon, its journal, memory and disk are left; nobody has to do anything."""
     kept = STANDBY if kind == "snapshot" else {}
-    tiny = job(**{**kept, "trainer.options.pace_s": 0.3})
+    # Longer than the minute after which Ray's own code ends a process that asks a dead head.
+    tiny = job(**{**kept, "trainer.options.pace_s": 1.3})
     daemon = tiny.start()
     daemon.until_committed()
     at = time.time()
@@ -55,7 +56,8 @@ def test_a_head_that_is_killed_with_all_its_workers_is_replaced_by_the_daemon(
     tiny.figures.add(f"Ray head killed, from a {kind}: to the next step (s)", first["at"] - at)
     assert chosen["step"] >= 10
     assert all(gone(one) for one in struck)
-    assert daemon.exit_status() == 0
+    assert daemon.exit_status(180) == 0
+    assert time.time() - at > 65
     tiny.must_equal(undisturbed)
     assert tiny.result()["failures"] == 1
     tiny.note_recoveries(f"Ray head, {kind}")

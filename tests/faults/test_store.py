@@ -1,6 +1,6 @@
 """Redis is lost, emptied, full, frozen, slow, moved: blind, not dead. No worker is harmed.
 
-Leases and deadlines are a second here, so that each outage outlasts them.
+Leases and deadlines are a few seconds here, so that each outage outlasts them.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from tests.relay import Relay
 full = pytest.mark.full
 
 IMPATIENT: dict[str, Any] = {
-    "heartbeats.lease_s": 1.0,
-    "deadlines.step_s": 1.5,
+    "heartbeats.lease_s": 2.0,
+    "deadlines.step_s": 3.0,
     "recovery.standby": "generation",
     "recovery.snapshot_every_steps": 1,
 }
-OUTAGE_S = 3.0
+OUTAGE_S = 4.5
 
 
 def client_of(tiny: Job) -> Any:
@@ -140,7 +140,6 @@ def test_a_store_of_others_that_dies_and_comes_back_empty_harms_no_worker(
     must_be_unharmed(tiny, daemon, workers)
     tiny.must_equal(undisturbed)
     told = (tiny.run_dir / "journal.jsonl").read_text() + daemon.output.read_text()
-    assert "Authentication" in told
     assert store.password not in told
 
 
@@ -149,7 +148,7 @@ def test_a_worker_that_dies_while_nobody_can_see_is_replaced_all_the_same(
     job: MakeJob, undisturbed: Numbers
 ) -> None:
     """Deaths come from the slots: blindness freezes verdicts on silence and nothing else."""
-    tiny = job(**{**IMPATIENT, "trainer.options.pace_s": 0.3})
+    tiny = job(**{**IMPATIENT, "trainer.options.pace_s": 0.5})
     daemon = tiny.start()
     daemon.until("standby_ready")
     with client_of(tiny) as client:
