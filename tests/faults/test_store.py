@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.faults.conftest import MakeJob
-from tests.faults.harness import Daemon, Job, Numbers, Store, until
+from tests.faults.harness import Daemon, Job, Numbers, Store, gone, until
 from tests.relay import Relay
 
 full = pytest.mark.full
@@ -178,11 +178,14 @@ def test_a_store_that_comes_back_elsewhere_is_found_by_the_daemon(
     daemon.until("standby_ready")
     workers = pids_of(daemon)
     port, server = tiny.embedded("redis")["port"], tiny.process_of("redis", "redis-server")
+    daemon.signal(signal.SIGSTOP)  # or it would be back before its port can be taken
     os.kill(server.pid, signal.SIGKILL)
+    until(lambda: gone(server), "the end of redis-server", 5)
     with socket.socket() as squatter:
         squatter.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         squatter.bind(("127.0.0.1", port))
         squatter.listen()
+        daemon.signal(signal.SIGCONT)
         daemon.until("heartbeat_store_recovered")
         assert tiny.embedded("redis")["port"] != port
         time.sleep(OUTAGE_S)  # who lives beats in vain; its slot bears witness
