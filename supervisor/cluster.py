@@ -747,9 +747,9 @@ class RayCluster:
 
     async def _is_node_lost(self, rank: int) -> bool:
         """What the table of nodes says; where that cannot be had, it is not known to be lost."""
-        # The one node of a head of our own is lost with it, which /proc tells. A call that waits for
-        # a dead head would outlive the connection: Ray's own code ends this process after 60 s, or
-        # as soon as a new head answers it at the old address.
+        # The one node of a head of our own is lost with it, which /proc tells. A call that waits
+        # for a dead head would outlive the connection: Ray's own code ends this process after 60 s,
+        # or as soon as a new head answers it at the old address.
         if self._head is not None or not await self._is_head_alive():
             return False
         try:
