@@ -251,6 +251,7 @@ class RayCluster:
         self._actors: tuple[Any, ...] = ()
         self._machines: tuple[str, ...] = ()
         self._dead: dict[int, str] = {}
+        self._silent: set[int] = set()
         self._aside: dict[str, _Aside] = {}
         self._started: dict[int, dict[int, Identity]] = {}
         self._watches: list[asyncio.Task[None]] = []
@@ -720,11 +721,13 @@ class RayCluster:
                 self._lose(rank, str(error), False)
                 return
             except ClusterError as error:
+                self._silent.add(rank)
                 if await self._is_node_lost(rank):
                     self._lose(rank, str(error), True)
                     return
                 await asyncio.sleep(_DOUBT_PAUSE_S)
                 continue
+            self._silent.discard(rank)
             if answer["lost"]:
                 first = {key: answer["records"][0][key] for key in ("generation", "rank")}
                 self._on_record({"report": "lost", "count": answer["lost"], **first})
@@ -734,6 +737,7 @@ class RayCluster:
 
     def _forget(self, why: str) -> None:
         """No slot can be asked any more."""
+        self._silent.clear()
         self._stop_watching()
         if self._guard is not None:
             self._guard.cancel()
@@ -779,8 +783,8 @@ class RayCluster:
             # One that is only slow is alive: its port is open. What it answers is not asked.
             if await self._is_head_alive():
                 seen_at = loop.time()
-            elif loop.time() - seen_at > patience_s:
-                break
+            elif loop.time() - seen_at > min(patience_s, 3.0 if self._silent else patience_s):
+                break  # where slots are out of reach too, nothing trains that could be harmed
         self._is_lost = True
         on_lost("the job's own Ray head has died" if self._head else "nobody listens for Ray")
         # Ray's own code ends this process 61 s after the head, so we have to leave before. Until
