@@ -269,23 +269,20 @@ class ModelTrainer:
         while self._progress.done < self._settings.steps:
             index = self._progress.done
             report = self._step(index)
-            sound = self._judge(report)
-            if sound and self._evaluation_due(index):
+            self._judge(report)
+            if self._evaluation_due(index):
                 report = self._evaluate(report)
             if self._leads:
                 self._write_metrics(report)
-            if sound and self._pace.due(self._progress.done, report.step_s):
+            if self._pace.due(self._progress.done, report.step_s):
                 self.save()
             yield report
-            if sound:
-                self._snapshot(report.step_s)
+            self._snapshot(report.step_s)
             self._agree()
 
-    def _judge(self, report: StepReport) -> bool:
-        """Whether the state is worth keeping after this step.
-
-        Raises `NumbersDiverged` or `ReplicasDiverged` on all ranks alike, with the line of the
-        step written: what is there shows why.
+    def _judge(self, report: StepReport) -> None:
+        """Raises `NumbersDiverged` or `ReplicasDiverged`, on all ranks alike, where the state is
+        not worth keeping after this step; its line is written then, and shows why.
         """
         anomaly = self._guard.judge({"loss": report.loss, **report.metrics})
         if anomaly is not None and anomaly.policy == "skip":
@@ -299,7 +296,6 @@ class ModelTrainer:
         every = self._settings.guards.compare_every_steps
         if self._programs.compare is not None and self._progress.done % every == 0:
             self._compare_replicas(self._programs.compare)
-        return True
 
     def _compare_replicas(self, compare: Callable[[State], Any]) -> None:
         ranks = step.dissenting_ranks(self._layout, compare(self._state))
