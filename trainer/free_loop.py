@@ -9,7 +9,6 @@ The function drives itself; between two of its steps happens what happens betwee
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import threading
 import time
@@ -30,7 +29,7 @@ from trainer.evenness import open_ledger
 from trainer.guards import NumbersDiverged
 from trainer.loop import Finish, ModelTrainer, Ready, StepReport
 from trainer.spec import RestorePoint
-from trainer.task import Context, State, Task, TaskError, find
+from trainer.task import Context, State, Task, TaskError, find, require_json
 
 PHASES = ("evaluate", "checkpoint", "restore", "compile")
 """What a function may say that it is doing, apart from its steps."""
@@ -291,7 +290,7 @@ class FreeLoop(ModelTrainer):
         if self._index is None:
             raise TaskError("worker.checkpoint belongs inside of a step of worker.steps()")
         if position is not None:
-            _check_json(position)
+            require_json("worker.checkpoint: position", dict(position))
         self._speak()
         arrays = _arrays(state)
         self._check_form(arrays)
@@ -542,13 +541,6 @@ def _scalar(name: str, value: Any) -> float:
     if np.ndim(value) == 0 and isinstance(value, int | float | np.number | np.bool_ | np.ndarray):
         return float(value)
     raise TaskError(f"worker.report: {name} must be a scalar, the same on all devices")
-
-
-def _check_json(position: Mapping[str, Any]) -> None:
-    try:
-        json.dumps(position)
-    except (TypeError, ValueError) as error:
-        raise TaskError(f"worker.checkpoint: position must be plain JSON: {error}") from None
 
 
 def trainer_for(

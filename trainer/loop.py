@@ -29,7 +29,7 @@ from trainer.pace import DEFAULT_FAILURE_EVERY_S, Pace
 from trainer.pieces import Assembly, extent, form
 from trainer.snapshot_writer import Interval, SnapshotContext, SnapshotFailed, SnapshotWriter
 from trainer.spec import RestorePoint, Snapshots
-from trainer.task import Context, State, Task, load_task
+from trainer.task import Context, State, Task, load_task, require_json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,6 +181,8 @@ class ModelTrainer:
         self._task: Task = load_task(self._context)
         self._task.start()
         self._facts = dict(self._task.facts())
+        require_json("facts", self._facts)
+        require_json("position", dict(self._task.position(0)))
         self._code = self._compare_code()
         self._environment = describe_environment()
         self._beat.enter("compile")

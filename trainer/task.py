@@ -6,6 +6,7 @@ A task says what is trained; it knows nothing of processes, checkpoints or failu
 from __future__ import annotations
 
 import importlib
+import json
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -24,6 +25,14 @@ Batch = Any
 
 class TaskError(Exception):
     """The task breaks the contract of `Task`; only its author can help."""
+
+
+def require_json(what: str, value: Mapping[str, Any]) -> None:
+    """Raise `TaskError` for what could not be written beside the arrays of a checkpoint."""
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError) as error:
+        raise TaskError(f"{what} must be plain JSON: {error}") from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import types
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,10 @@ import numpy as np
 import pytest
 
 from trainer import step
-from trainer.config import MeshSettings, TrainerSettings
+from trainer.config import CheckpointSettings, MeshSettings, TrainerSettings
+from trainer.free_loop import trainer_for
+from trainer.heartbeat import Beat
+from trainer.loop import ModelTrainer
 from trainer.settings import SettingsError
 from trainer.task import Context, Task, TaskError, load_task
 
@@ -197,3 +201,46 @@ def test_a_mesh_that_does_not_fit_the_devices_is_a_mistake_in_the_settings() -> 
     """Half of the devices idle, or twice as many as there are: neither is meant."""
     with pytest.raises(SettingsError, match="dp = 7"):
         step.make_layout(MeshSettings(dp=7))
+
+
+def test_start_is_called_once_before_all_else_of_the_task(tmp_path: Path) -> None:
+    """Users set up what a process needs once (Ray Train's wish for on_worker_start)."""
+    calls: list[str] = []
+
+    class Started(Sum):
+        def start(self) -> None:
+            calls.append("start")
+
+        def batch(self, step: int) -> Any:
+            calls.append("batch")
+            return super().batch(step)
+
+    built(Started, tmp_path).build()
+    assert calls[0] == "start"
+    assert calls.count("start") == 1
+
+
+def test_words_of_the_task_that_no_checkpoint_could_hold_are_refused(tmp_path: Path) -> None:
+    """Else every save would fail, and the job would find out at its end."""
+
+    class Odd(Sum):
+        def position(self, step: int) -> Mapping[str, Any]:
+            return {"seen": {1, 2}}
+
+    with pytest.raises(TaskError, match="position must be plain JSON"):
+        built(Odd, tmp_path).build()
+
+
+def built(kind: type[Task], folder: Path) -> ModelTrainer:
+    """A trainer of this task, before anything is loaded."""
+    module = types.ModuleType("users_built")
+    module.Mine = kind  # type: ignore[attr-defined]
+    sys.modules["users_built"] = module
+    return trainer_for(
+        context=context(folder, "users_built:Mine"),
+        checkpoints=CheckpointSettings(),
+        job_dir=folder,
+        beat=Beat(folder / "beat"),
+        restore_from=None,
+        on_outcome=lambda outcome: None,
+    )
