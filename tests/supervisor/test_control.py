@@ -145,7 +145,8 @@ def test_only_the_owner_may_give_orders(tmp_path: Path) -> None:
             assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
 
     asyncio.run(story())
-    (tmp_path / "open").mkdir(mode=0o755)
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o755)
     (tmp_path / "link").symlink_to(tmp_path)
     for path in (tmp_path / "open", tmp_path / "link"):
         with pytest.raises(DiskError, match="0700"):
