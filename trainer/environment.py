@@ -47,7 +47,7 @@ def worker_environment(cpus: float, gpus: int, base_env: Mapping[str, str]) -> d
     named = {flag.partition("=")[0] for flag in flags}
     flags += [flag for flag in ours if flag.partition("=")[0] not in named]
     env["XLA_FLAGS"] = " ".join(flags)
-    env["NPROC"] = str(max(1, int(cpus)))
+    env["NPROC"] = env["OMP_NUM_THREADS"] = str(max(1, int(cpus)))
     env["PYTHONUNBUFFERED"] = "1"
     if gpus:
         # The generation that stands by lives on the same devices: nobody may take all of them.

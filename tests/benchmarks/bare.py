@@ -46,6 +46,7 @@ class Bare:
                         [*command, str(rank), str(steps), str(self.rows), json.dumps(settings)],
                         env={**worker_environment(1, 0, os.environ), MARK: self.mark},
                         stdin=subprocess.DEVNULL,
+                        start_new_session=True,  # the scheduler groups by session, as in slots
                         stdout=log,
                         stderr=log,
                     )

@@ -14,7 +14,7 @@ def test_a_worker_has_its_own_number_of_threads_and_no_proxies() -> None:
     """XLA's sums depend on the threads; gRPC may hang on a proxy (jax#22995)."""
     base = {"PATH": "/bin", "https_proxy": "http://x", "NO_PROXY": "y", "SLURM_JOB_ID": "3"}
     env = worker_environment(1.0, 0, base)
-    assert env["NPROC"] == "1"
+    assert env["NPROC"] == env["OMP_NUM_THREADS"] == "1"
     assert env["JAX_PLATFORMS"] == "cpu"
     assert env["PATH"] == "/bin"
     assert not {"https_proxy", "NO_PROXY", "SLURM_JOB_ID"} & set(env)

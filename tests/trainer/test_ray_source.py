@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ from trainer.settings import SettingsError
 from trainer.tokenizer import BytesTokenizer
 
 MODULE = """
-import time
 
 import ray.data
 

@@ -446,7 +446,9 @@ def make_lonely(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[],
 
     def make() -> ResilientWorker:
         command = [sys.executable, str(STAND_IN)]
-        return ResilientWorker("first", str(tmp_path), 1.0, 0, command, 0.5, ["end"], leave=told.extend)
+        return ResilientWorker(
+            "first", str(tmp_path), 1.0, 0, command, 0.5, ["end"], leave=told.extend
+        )
 
     told: list[str] = []
     make.told = told  # type: ignore[attr-defined]
