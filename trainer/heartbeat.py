@@ -78,6 +78,10 @@ class StoreAddress:
         return options
 
 
+_STEP_BITS = 16
+"""Room for the progress inside a step, and inside what follows it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeatView:
     """What the beat file says: the loop's sequence number, its phase, and its step (-1 before).
@@ -214,6 +218,10 @@ class Beat:
         self.phase = phase
         if step is not None:
             self.step = step
+        if phase == "step":
+            # Ranks that had more to tell of before (a wait for data) begin the step alike: who has
+            # the lowest number in it is the one that the others wait for.
+            self.seq = max(self.seq, (self.step + 1) << _STEP_BITS)
         self.tick()
 
     def tick(self) -> None:
