@@ -21,6 +21,7 @@ from trainer.settings import SettingsError
 from trainer.tokenizer import BytesTokenizer
 
 MODULE = """
+import time
 
 import ray.data
 
