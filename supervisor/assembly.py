@@ -27,7 +27,7 @@ from supervisor.errors import DiskError, EverstepError, Superseded
 from supervisor.files import RESULT_FILE, RunFiles
 from supervisor.fsm import effects as x
 from supervisor.fsm import events as e
-from supervisor.fsm.job import Job, Limits
+from supervisor.fsm.job import Limits
 from supervisor.fsm.states import TERMINAL, State
 from supervisor.heartbeats import (
     Deadlines,
@@ -40,8 +40,8 @@ from supervisor.heartbeats import (
 from supervisor.in_force import InForce, digest_of, keep, recall
 from supervisor.journal import JOURNAL_FILE, Journal
 from supervisor.lock import Lock, acquire
-from supervisor.past import Past, past_of, past_on_disk
-from supervisor.performers import Performers, restore_point_of
+from supervisor.past import Past, job_after, past_of, past_on_disk
+from supervisor.performers import Performers, start_of
 from supervisor.redis_address import address_of, take_password
 from supervisor.shipping import collect
 from supervisor.status import snapshot
@@ -198,7 +198,7 @@ class _Assembly:
             code=code,
         )
         self.daemon = Daemon(
-            job=inherited.job if inherited else self._job(),
+            job=inherited.job if inherited else job_after(past, self._limits()),
             journal=journal,
             clock=self.clock,
             header=header_of(
@@ -234,19 +234,6 @@ class _Assembly:
             seed=settings.trainer.seed,
         )
 
-    def _job(self) -> Job:
-        past = self.past
-        return Job(
-            limits=self._limits(),
-            generation=past.generation,
-            placement=past.placement,
-            incidents=past.incidents,
-            committed_step=past.committed_step,
-            progress_mark=past.committed_step - 1,
-            verified=past.verified,
-            skips=past.skips,
-        )
-
     def _performers(self, daemon: Daemon) -> Performers:
         settings = self.settings
         self.redis = StoreAddress(host="127.0.0.1", port=0)
@@ -262,6 +249,7 @@ class _Assembly:
             timers=daemon.timers,
             clock=self.clock,
             spec_of=self._spec,
+            faults_of=self.drills.armed_for,
             result_of=self._result,
             on_outcome=daemon.post,
             on_action=daemon.note_action,
@@ -288,11 +276,8 @@ class _Assembly:
             ),
             "trainer": settings.trainer.model_dump(mode="json"),
             "checkpoint": settings.checkpoint.model_dump(mode="json"),
-            "restore_point": None
-            if isinstance(effect, x.PrepareStandby)
-            else restore_point_of(effect),
+            **start_of(effect),
             "failure_every_s": self._failure_every_s(),
-            "skips": [list(skip) for skip in getattr(effect, "skips", ())],
             "snapshots": {
                 "directory": str(self.snapshots),
                 "every_steps": settings.recovery.snapshot_every_steps,

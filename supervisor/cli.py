@@ -15,20 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from supervisor.errors import EverstepError, NotRunning, OperatorError
+from trainer import heartbeat
+from trainer.drills import KINDS
 from trainer.settings import SettingsError, read_settings
 
-FAULT_KINDS = (
-    "kill",
-    "stop",
-    "raise",
-    "segfault",
-    "exit",
-    "hold-gil",
-    "allocate",
-    "sleep",
-    "flip-bit",
-)
-PHASES = ("initialize", "compile", "restore", "step", "evaluate", "checkpoint")
+PHASES = tuple(phase for phase in heartbeat.PHASES if phase != "wait")
 _DEFAULT_CONFIG = "job.toml"
 _STOP_WAIT_S = 600.0
 _STATUSES = """\
@@ -141,12 +132,14 @@ def _predict_memory(settings: Any, options: argparse.Namespace) -> int:
     command += ["--config", str(options.config)] if options.config else []
     for override in options.set:
         command += ["--set", override]
-    told = subprocess.run(
-        command, env=environment_for(devices), capture_output=True, text=True, timeout=LIMIT_S
-    )
-    if told.returncode:
-        print(told.stderr.strip().splitlines()[-1], file=sys.stderr)
-        return 2
+    try:
+        told = subprocess.run(
+            command, env=environment_for(devices), stdout=subprocess.PIPE, timeout=LIMIT_S
+        )
+    except subprocess.TimeoutExpired:
+        raise OperatorError(f"the step was not compiled within {LIMIT_S:g} s") from None
+    if told.returncode:  # it has said why
+        return told.returncode if told.returncode > 0 else 1
     found = json.loads(told.stdout.splitlines()[-1])
     if options.json:
         print(json.dumps(found))
@@ -397,7 +390,7 @@ def _add_fault(commands: Any) -> None:
     one.add_argument("--rank", type=int, required=True, help="the worker to strike, from 0")
     one.add_argument(
         "--kind",
-        choices=FAULT_KINDS,
+        choices=KINDS,
         required=True,
         help="kill: SIGKILL; stop: SIGSTOP, so that it hangs; raise: an exception; segfault: "
         "SIGSEGV; exit: it leaves with status 0; hold-gil: its interpreter hangs; allocate: it "

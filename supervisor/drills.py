@@ -4,9 +4,9 @@ import itertools
 from typing import Any
 
 from supervisor.cluster import Cluster, ClusterError
+from trainer.drills import KINDS
 from trainer.heartbeat import PHASES
 
-KINDS = ("kill", "stop", "raise", "segfault", "exit", "hold-gil", "allocate", "sleep", "flip-bit")
 _SIGNALS = {"kill": "SIGKILL", "stop": "SIGSTOP"}
 
 

@@ -21,9 +21,9 @@ import redis
 
 from supervisor.control import private_directory
 from supervisor.errors import ClusterUnusable, DiskError
-from supervisor.whole import write_whole
 from trainer.heartbeat import StoreAddress, connect
 from trainer.processes import Identity, descendants, end, environment, is_alive, look_at_all
+from trainer.whole import write_whole
 
 RECORD_FILE = "embedded.json"
 TOKEN_FILE = "ray.token"

@@ -11,7 +11,7 @@ from typing import Any
 
 from supervisor import incidents, restore_points
 from supervisor.restore_points import RestorePoint
-from supervisor.whole import write_whole
+from trainer.whole import write_whole
 
 RESULT_FILE = "result.json"
 

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from supervisor.config import Settings, effective
 from supervisor.redis_address import masked
-from supervisor.whole import write_whole
+from trainer.whole import write_whole
 
 SETTINGS_FILE = "settings.json"
 

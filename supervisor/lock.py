@@ -18,9 +18,9 @@ import psutil
 import structlog
 
 from supervisor.errors import AlreadyRunning, DiskError, Superseded
-from supervisor.whole import write_whole
 from trainer.child import machine
 from trainer.processes import Identity, Row, end, look
+from trainer.whole import write_whole
 
 LOCK_FILE = "lock"
 EPOCH_FILE = "epoch"

@@ -1,14 +1,17 @@
 """What an earlier run leaves behind in the journal, read without the table that wrote it."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from supervisor import incidents, restore_points
+from supervisor.fsm.job import Job, Limits
 from supervisor.journal import Record
 
 _TRAIN = ("StartWorkers", "RestoreWorkers", "PromoteStandby")
+_ROLLBACK = ("step_max", "checkpoints_only", "skip_through")
 UNKNOWN = "UNKNOWN"  # the state that a run without a journal has left
 
 
@@ -18,7 +21,8 @@ class Past:
 
     `state` is empty if no daemon has run here. `active` is the generation that was told to train.
     `verified` are (generation, step) of the newest checkpoints that were read back and agreed.
-    `skips` are (step, number of batches left out before it).
+    `skips` are (step, number of batches left out before it). The last three are those of a `Job`:
+    a rollback that was decided and not done, whatever ended the run before that.
     """
 
     state: str = ""
@@ -29,6 +33,9 @@ class Past:
     committed_step: int = -1
     verified: tuple[tuple[int, int], ...] = ()
     skips: tuple[tuple[int, int], ...] = ()
+    step_max: int = -1
+    checkpoints_only: bool = False
+    skip_through: int = -1
 
 
 def past_of(records: Iterable[Record]) -> Past:
@@ -36,6 +43,7 @@ def past_of(records: Iterable[Record]) -> Past:
     state, active, committed_step = "", 0, -1
     verified: dict[tuple[int, int], None] = {}
     skips: tuple[tuple[int, int], ...] = ()
+    rollback: dict[str, Any] = {}
     numbers = {"generation": 0, "placement": 0, "incident": 0}
     for record in records:
         if record["kind"] == "job":
@@ -46,6 +54,7 @@ def past_of(records: Iterable[Record]) -> Past:
             numbers["incident"] = max(numbers["incident"], job["incidents"])
             verified |= dict.fromkeys((int(g), int(step)) for g, step in job["verified"])
             skips = _pairs(job.get("skips", ()))
+            rollback = {key: job[key] for key in _ROLLBACK if key in job}
         elif record["kind"] == "move":
             event = record["event"]
             state = record["target"]
@@ -57,6 +66,8 @@ def past_of(records: Iterable[Record]) -> Past:
                     skips = _pairs(named.get("skips", ()))
                 if named.get("effect") == "SelectRestorePoint" and named.get("step_max", -1) >= 0:
                     committed_step = min(committed_step, int(named["step_max"]))
+            if record["target"] == "DRAINING" != record["source"]:
+                rollback = _rollback_of(event)
             if event["event"] == "checkpoint_committed":
                 committed_step = max(committed_step, event["step"])
                 verified[(event["generation"], event["step"])] = None
@@ -71,7 +82,35 @@ def past_of(records: Iterable[Record]) -> Past:
         committed_step=committed_step,
         verified=tuple(verified)[-16:],
         skips=skips,
+        **rollback,
     )
+
+
+def job_after(past: Past, limits: Limits) -> Job:
+    """What a new run begins with."""
+    return Job(
+        limits=limits,
+        generation=past.generation,
+        placement=past.placement,
+        incidents=past.incidents,
+        committed_step=past.committed_step,
+        progress_mark=past.committed_step - 1,
+        verified=past.verified,
+        skips=past.skips,
+        step_max=past.step_max,
+        checkpoints_only=past.checkpoints_only,
+        skip_through=past.skip_through,
+    )
+
+
+def _rollback_of(event: Mapping[str, Any]) -> dict[str, Any]:
+    """What the event that ended a generation asks of the next one, beyond the newest state."""
+    if event["event"] == "replicas_diverged":
+        return {"step_max": int(event["agreed_step"])}
+    if event["event"] == "numbers_diverged" and event["policy"] == "rollback":
+        step, batch = int(event["step"]), int(event["batch"])
+        return {"step_max": step, "checkpoints_only": True, "skip_through": batch}
+    return {}
 
 
 def _pairs(value: Iterable[Iterable[int]]) -> tuple[tuple[int, int], ...]:

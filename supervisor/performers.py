@@ -57,16 +57,17 @@ def _some(generation: int | None) -> tuple[int, ...]:
     return () if generation is None else (generation,)
 
 
-def restore_point_of(effect: x.StartWorkers) -> dict[str, Any] | None:
-    """What a worker is told of where to start; None for the seed."""
-    if effect.kind == "seed":
-        return None
-    return {
+def start_of(effect: x.StartWorkers | x.PrepareStandby) -> dict[str, Any]:
+    """What a worker is told of where to start, and of what to leave out; a standby not yet."""
+    if isinstance(effect, x.PrepareStandby):
+        return {"restore_point": None, "skips": ()}
+    point = {
         "kind": effect.kind,
         "path": effect.path,
         "step": effect.step,
         "generation": effect.saved_by,
     }
+    return {"restore_point": None if effect.kind == "seed" else point, "skips": effect.skips}
 
 
 class Disk(Protocol):
@@ -109,7 +110,8 @@ class Performers:
     `on_outcome` gets the events, `on_action` a record for the journal each time a task ends,
     `on_bug` an exception that nobody foresaw; `on_change` is called when one has ended, and
     `on_connected` each time the cluster is reached. `spec_of(effect, rank)` makes what a worker is
-    told. `fence` raises Superseded once a newer daemon has the job: then nothing is begun.
+    told, `faults_of(rank)` what drills of it are to come. `fence` raises Superseded once a newer
+    daemon has the job: then nothing is begun.
     """
 
     def __init__(
@@ -127,6 +129,7 @@ class Performers:
         timers: Timers,
         clock: Callable[[], float],
         spec_of: Callable[[x.StartWorkers | x.PrepareStandby, int], dict[str, Any]],
+        faults_of: Callable[[int], list[dict[str, Any]]] = lambda rank: [],
         result_of: Callable[[x.WriteResult], dict[str, Any]],
         on_outcome: Callable[[e.Event], None],
         on_action: Callable[[dict[str, Any]], None],
@@ -139,7 +142,7 @@ class Performers:
         self.placement_timeout_s, self.capacity_wait_s = placement_timeout_s, capacity_wait_s
         self.cluster, self.store, self.monitor, self.disk = cluster, store, monitor, disk
         self.timers, self.clock = timers, clock
-        self.spec_of, self.result_of = spec_of, result_of
+        self.spec_of, self.faults_of, self.result_of = spec_of, faults_of, result_of
         self.on_outcome, self.on_action, self.on_bug = on_outcome, on_action, on_bug
         self.on_change, self.on_connected = on_change, on_connected
         self.fence = fence
@@ -451,11 +454,7 @@ class Performers:
 
     async def _preload_standby(self, effect: x.PreloadStandby) -> None:
         """A help, not a duty: who cannot load ahead loads when it is promoted."""
-        order = {
-            "order": "preload",
-            "restore_point": restore_point_of(effect),
-            "skips": [list(skip) for skip in effect.skips],
-        }
+        order = {"order": "preload", **start_of(effect)}
         ranks = range(self.workers)
         orders = (self.cluster.order(effect.generation, rank, order) for rank in ranks)
         for outcome in await asyncio.gather(*orders, return_exceptions=True):
@@ -476,17 +475,12 @@ class Performers:
         ]
         if starting:
             await asyncio.wait(starting)
-        order = {
-            "order": "promote",
-            "restore_point": restore_point_of(effect),
-            "skips": [list(skip) for skip in effect.skips],
-        }
+        order = {"order": "promote", **start_of(effect)}
         # Drills may have struck, or been ordered, since it was started.
-        faults = [self.spec_of(effect, rank).get("faults", []) for rank in range(self.workers)]
         try:
             await asyncio.gather(
                 *(
-                    self.cluster.order(generation, rank, {**order, "faults": faults[rank]})
+                    self.cluster.order(generation, rank, {**order, "faults": self.faults_of(rank)})
                     for rank in range(self.workers)
                 )
             )

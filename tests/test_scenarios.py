@@ -625,6 +625,37 @@ def test_a_stopped_job_resumes_in_a_new_segment(tmp_path: Path) -> None:
     assert (report.difference, report.segments, report.state) == ("", 2, "COMPLETED")
 
 
+@pytest.mark.parametrize("stopped", [True, False])
+def test_a_rollback_that_was_decided_is_done_by_the_next_run(tmp_path: Path, stopped: bool) -> None:
+    """What replicas wrote after they had parted lies on the disk, and looks like any checkpoint."""
+    path = tmp_path / "journal.jsonl"
+    script = Script(replicas_diverge_at=28, checkpoint_every=4, agreed_every=20)
+    first = simulate(
+        path,
+        script,
+        limits=Limits(rollbacks_max=-1 if stopped else 0, backoff_base_s=5.0),
+        meddle=dict.fromkeys([_just_after_the_parting(tmp_path)], stop()) if stopped else {},
+    )
+    assert first.states[-1] == ("STOPPED" if stopped else "FAILED")
+    assert max(point.step for point in first.disk.points) == 28
+    second = simulate(path, Script(checkpoint_every=4), epoch=2, disk=first.disk)
+    assert second.status == 0
+    chosen = [r["event"] for r in read_journal(path) if r["kind"] == "move"]
+    chosen = [event for event in chosen if event["event"] == "restore_point_selected"]
+    assert chosen[-1]["step"] == 20
+    assert second.daemon.job.step_max == -1
+    assert replay_file(path).difference == ""
+
+
+def _just_after_the_parting(folder: Path) -> float:
+    """Virtual seconds at which the job drains for it, before its workers are gone."""
+    script = Script(replicas_diverge_at=28, checkpoint_every=4, agreed_every=20)
+    sim = simulate(folder / "look.jsonl", script)
+    times = {m["event"]["event"]: m["event"]["at"] for m in sim.moves}
+    began = sim.moves[0]["event"]["at"]
+    return float(times["replicas_diverged"] - began) + 0.001
+
+
 def test_backoff_doubles_from_the_second_failure_in_a_row(tmp_path: Path) -> None:
     """A job that dies at once over and over must not hammer the cluster."""
     script = Script(faults=[Fault(kind="kill", step=5, generation=0, times=99)])

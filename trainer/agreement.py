@@ -1,16 +1,17 @@
 """Whether all ranks train the same code on the same data: digests, compared before compilation.
 
 Nodes that keep their own copies may differ in one file, and training would go on without a word.
-Ranks tell each other through JAX's coordination service, not through a collective.
+Ranks tell each other through `trainer.coordination`.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any
 
+from trainer.coordination import Board, Coordination
 from trainer.settings import SettingsError
 
 ENDS = "_sha256"
@@ -19,18 +20,7 @@ ENDS = "_sha256"
 CODE = "code_sha256"
 """Of the modules of the user's own."""
 
-_PREFIX = "everstep/digests/"
 _POLL_S = 0.05
-
-
-class Board(Protocol):
-    """Where ranks read what the others wrote."""
-
-    def write(self, rank: int, text: str) -> None:
-        """Once a rank."""
-
-    def read(self) -> Mapping[int, str]:
-        """What was written so far, by rank."""
 
 
 def compare(
@@ -67,26 +57,9 @@ def compare(
         )
 
 
-class _Coordination:
-    """JAX's coordination service, which lives as long as the generation."""
-
-    def __init__(self, client: Any) -> None:
-        self._client = client
-
-    def write(self, rank: int, text: str) -> None:
-        self._client.key_value_set(f"{_PREFIX}{rank}", text)
-
-    def read(self) -> Mapping[int, str]:
-        found: Sequence[tuple[str, str]] = self._client.key_value_dir_get(_PREFIX)
-        return {int(name.rpartition("/")[2]): text for name, text in found}
-
-
 def compare_over_ranks(
     facts: Mapping[str, Any], *, rank: int, world_size: int, tick: Callable[[], None]
 ) -> None:
     """See `compare`; nothing to do in a world of one."""
-    if world_size == 1:
-        return
-    from jax._src import distributed
-
-    compare(facts, _Coordination(distributed.global_state.client), rank, tick)
+    if world_size > 1:
+        compare(facts, Coordination("digests"), rank, tick)

@@ -1,12 +1,10 @@
 """Whether all ranks of a free loop do the same: as many steps, and the same metrics in each.
 
 A rank that ends early leaves the others in a collective for ever, and one that reports other
-metrics is doing something else. Ranks tell each other through JAX's coordination service, never
-through a collective: that is just what may hang. Costs the loop nothing but an assignment a step.
+metrics is doing something else. Ranks tell each other through `trainer.coordination`. Costs the
+loop nothing but an assignment a step.
 """
 
-# mypy: allow-untyped-calls
-# (parts of jax carry no types)
 from __future__ import annotations
 
 import contextlib
@@ -14,10 +12,10 @@ import hashlib
 import json
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
 
+from trainer.coordination import Board, Coordination
 from trainer.task import TaskError
 
 EVERY_S = 0.5
@@ -28,17 +26,6 @@ _MARKED_EARLY, _MARKED_EVERY = (1, 4, 16), 64
 """After which of its steps, counted from its start, a rank says what it has reported so far."""
 
 _MARKS_KEPT = 2
-_PREFIX = "everstep/steps/"
-
-
-class Board(Protocol):
-    """Where ranks read what the others wrote."""
-
-    def write(self, rank: int, text: str) -> None:
-        """Replaces what this rank wrote before."""
-
-    def read(self) -> Sequence[str]:
-        """What all ranks wrote last."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,7 +167,7 @@ class Ledger:
         """Publish, and read what all have published; empty where nobody can be asked now."""
         with contextlib.suppress(Exception):  # of a peer that is gone JAX itself will tell
             self._board.write(self._rank, self._account().to_json())
-            return [Account.from_json(text) for text in self._board.read()]
+            return [Account.from_json(text) for text in self._board.read().values()]
         return []
 
     def _keep(self) -> None:
@@ -193,26 +180,11 @@ class Ledger:
                 self._board.write(self._rank, self._account().to_json())
 
 
-class _Coordination:
-    """JAX's coordination service, which lives as long as the generation."""
-
-    def __init__(self, client: Any) -> None:
-        self._client = client
-
-    def write(self, rank: int, text: str) -> None:
-        self._client.key_value_set(f"{_PREFIX}{rank}", text, allow_overwrite=True)
-
-    def read(self) -> Sequence[str]:
-        return [text for _, text in self._client.key_value_dir_get(_PREFIX)]
-
-
 def open_ledger(rank: int, world_size: int) -> Ledger | None:
     """The ledger of this process; None where it is alone."""
     if world_size == 1:
         return None
-    from jax._src import distributed
-
-    return Ledger(_Coordination(distributed.global_state.client), rank, world_size)
+    return Ledger(Coordination("steps"), rank, world_size)
 
 
 def _list(names: tuple[str, ...]) -> str:

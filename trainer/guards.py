@@ -11,6 +11,8 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from trainer.config import GuardSettings
 
 APPLIED = "applied"
@@ -74,7 +76,8 @@ class Guard:
         enough = len(self._recent) * 2 >= self._settings.spike_window_steps
         if not self._settings.spike_factor or not enough:
             return math.inf
-        return self._settings.spike_factor * statistics.median(self._recent)
+        # As the compiled step will see it: both must draw the same line.
+        return float(np.float32(self._settings.spike_factor * statistics.median(self._recent)))
 
     def judge(self, metrics: Mapping[str, float]) -> Anomaly | None:
         """What is wrong with a step, if anything."""

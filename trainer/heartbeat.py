@@ -78,8 +78,8 @@ class StoreAddress:
         return options
 
 
-_STEP_BITS = 16
-"""Room for the progress inside a step, and inside what follows it."""
+_PHASE_BITS = 16
+"""Room for the progress inside a phase: sequence numbers begin anew with each, in its order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,10 +218,10 @@ class Beat:
         self.phase = phase
         if step is not None:
             self.step = step
-        if phase == "step":
-            # Ranks that had more to tell of before (a wait for data) begin the step alike: who has
-            # the lowest number in it is the one that the others wait for.
-            self.seq = max(self.seq, (self.step + 1) << _STEP_BITS)
+        # Ranks that had more to tell of before (a wait for data, or for the others' digests) begin
+        # it alike: who has the lowest number in it is the one that the others wait for.
+        place = (self.step + 1) * len(PHASES) + PHASES.index(phase)
+        self.seq = max(self.seq, place << _PHASE_BITS)
         self.tick()
 
     def tick(self) -> None:

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from trainer.whole import write_whole
+
 T = TypeVar("T")
 Report = dict[str, Any]
 
@@ -97,14 +99,7 @@ class Crew:
     def tell(self, word: str, **facts: Any) -> None:
         """Leave word, whole or not at all. Raises OSError."""
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        path = self._path(word, self.rank)
-        temporary = path.with_name(f".{path.name}")
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            json.dump(facts, file)
-            file.flush()
-            os.fsync(descriptor)
-        temporary.replace(path)
+        write_whole(self._path(word, self.rank), json.dumps(facts))
 
     def take_back(self, word: str) -> None:
         """As if it had never been told."""

@@ -29,7 +29,7 @@ import structlog
 
 from trainer import heartbeat
 from trainer.drills import Drills, Fault, FaultError
-from trainer.heartbeat import Beat, BeatSender, StoreAddress
+from trainer.heartbeat import Beat, BeatSender
 from trainer.lines import Tolerant, tolerant_text
 from trainer.spec import RestorePoint, SpecError, WorkerSpec, read_skips
 
@@ -428,17 +428,7 @@ class Worker:
             generation=self.spec.generation,
             rank=self.spec.rank,
             every_s=store.every_s,
-            connect=heartbeat.connect(
-                StoreAddress(
-                    host=store.host,
-                    port=store.port,
-                    username=store.username,
-                    password=store.password,
-                    db=store.db,
-                    tls=store.tls,
-                    ca_file=store.ca_file,
-                )
-            ),
+            connect=heartbeat.connect(store),
         ).start()
 
     def _join_timed_out(self) -> None:

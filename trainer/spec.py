@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 from pydantic import ValidationError
 
 from trainer.config import CheckpointSettings, TrainerSettings
 from trainer.drills import Fault, FaultError
+from trainer.heartbeat import StoreAddress
 from trainer.pace import DEFAULT_FAILURE_EVERY_S
 
 ROLES = ("active", "standby")
@@ -59,17 +60,10 @@ class Snapshots:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeartbeatStore:
-    """Where heartbeats go, and how often (seconds); for the rest see `StoreAddress`."""
+class HeartbeatStore(StoreAddress):
+    """Where heartbeats go, and how often (seconds)."""
 
-    host: str
-    port: int
     every_s: float
-    username: str | None = None
-    password: str | None = field(default=None, repr=False)
-    db: int = 0
-    tls: bool = False
-    ca_file: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,12 +14,12 @@ from supervisor.adoption import bring_down, go_on, inherit
 from supervisor.daemon import Clock, Daemon, header_of
 from supervisor.fsm import effects as x
 from supervisor.fsm import events as e
-from supervisor.fsm.job import Job, Limits
+from supervisor.fsm.job import Limits
 from supervisor.fsm.states import TERMINAL
 from supervisor.heartbeats import Deadlines, HeartbeatMonitor, Suspicion, watch
 from supervisor.journal import ROLL_BYTES, Journal, Record, read_history
-from supervisor.past import past_of
-from supervisor.performers import Performers, restore_point_of
+from supervisor.past import job_after, past_of
+from supervisor.performers import Performers, start_of
 from supervisor.workers import silence
 from tests.sim.world import Script, SimCluster, SimDisk, SimStore
 from tests.supervisor.virtual import AUTO, VirtualLoop
@@ -186,18 +186,7 @@ async def _life(
         )
 
     daemon = Daemon(
-        job=inherited.job
-        if inherited
-        else Job(
-            limits=limits,
-            generation=past.generation,
-            placement=past.placement,
-            incidents=past.incidents,
-            committed_step=past.committed_step,
-            progress_mark=past.committed_step - 1,
-            verified=past.verified,
-            skips=past.skips,
-        ),
+        job=inherited.job if inherited else job_after(past, limits),
         journal=journal,
         clock=clock,
         header=header_of(job=JOB, limits=asdict(limits), settings_digest="0" * 16),
@@ -278,7 +267,5 @@ async def _life(
 
 
 def _spec(effect: x.StartWorkers | x.PrepareStandby, rank: int) -> dict[str, Any]:
-    if isinstance(effect, x.PrepareStandby):
-        return {"rank": rank, "role": "standby", "restore_point": None}
-    point, skips = restore_point_of(effect), [list(skip) for skip in effect.skips]
-    return {"rank": rank, "role": "active", "restore_point": point, "skips": skips}
+    role = "standby" if isinstance(effect, x.PrepareStandby) else "active"
+    return {"rank": rank, "role": role, **start_of(effect)}

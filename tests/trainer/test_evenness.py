@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import pytest
 
@@ -21,8 +21,8 @@ class Shared:
     def write(self, rank: int, text: str) -> None:
         self._texts[rank] = text
 
-    def read(self) -> Sequence[str]:
-        return list(self._texts.values())
+    def read(self) -> Mapping[int, str]:
+        return dict(self._texts)
 
 
 def mark(*names: str, digest: str = "same") -> Mark:

@@ -160,7 +160,6 @@ def test_replicas_that_agree_say_nothing(line: World) -> None:
     ranks = line.launch(trainer=settings({"compare_every_steps": 1}))
     ends(ranks)
     assert not ranks[0].of("replicas_diverged")
-    assert all("compare" not in rank.log.read_text() for rank in ranks)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from supervisor.whole import write_whole
+from trainer.whole import write_whole
 
 
 def test_the_new_text_replaces_the_old_for_its_owner_only(tmp_path: Path) -> None:
