@@ -174,6 +174,7 @@ def _train(arguments: Sequence[str]) -> int:
     settings, config_dir, supervised = _read(options)
     from trainer import checkpoint
     from trainer.free_loop import FreeLoop, trainer_for
+    from trainer.guards import BatchSkipped
     from trainer.heartbeat import Beat
     from trainer.task import Context
 
@@ -188,9 +189,11 @@ def _train(arguments: Sequence[str]) -> int:
     def told(outcome: Any) -> None:
         if isinstance(outcome, checkpoint.SaveFailed):
             print(f"checkpoint {outcome.step} failed: {outcome.error}", file=sys.stderr)
-            return
-        for _, _, old in checkpoint.finished(job_dir)[keep:]:
-            shutil.rmtree(old)
+        elif isinstance(outcome, BatchSkipped):
+            print(f"step {outcome.step} left out: {outcome.metric} was {outcome.value}")
+        elif isinstance(outcome, checkpoint.Committed):
+            for _, _, old in checkpoint.finished(job_dir)[keep:]:
+                shutil.rmtree(old)
 
     def tell_ready(ready: Any) -> None:
         print(f"{settings.trainer.task} in {job_dir}, from step {ready.step}")
@@ -207,14 +210,10 @@ def _train(arguments: Sequence[str]) -> int:
         return False
 
     trainer = trainer_for(
-        context=Context(
-            rank=0,
-            world_size=1,
-            local_rank=0,
-            node_rank=0,
+        context=Context.alone(
+            settings.trainer,
+            config_dir,
             generation=1 + max((generation for _, generation, _ in newest), default=0),
-            config_dir=str(config_dir),
-            settings=settings.trainer,
         ),
         checkpoints=settings.checkpoint,
         job_dir=job_dir,

@@ -53,18 +53,7 @@ def predict(settings: TrainerSettings, config_dir: Path) -> dict[str, Any]:
     from trainer.task import Context, load_task
 
     layout = step.make_layout(settings.mesh)
-    task = load_task(
-        Context(
-            rank=0,
-            world_size=1,
-            local_rank=0,
-            node_rank=0,
-            generation=1,
-            config_dir=str(config_dir),
-            settings=settings,
-            feed=layout.feed,
-        )
-    )
+    task = load_task(Context.alone(settings, config_dir, feed=layout.feed))
     shapes = step.shapes_of(task, layout, settings.seed)
     state = sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize

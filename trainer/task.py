@@ -11,7 +11,8 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
 from trainer.config import TASK_OF_THE_HOUSE, TrainerSettings
 from trainer.settings import SettingsError
@@ -54,6 +55,27 @@ class Context:
     `world_size`. Ranks that hold parts of one matrix feed the same rows."""
     tick: Callable[[], None] = field(default=lambda: None, repr=False, compare=False)
     """To be called while a long preparation goes on: silence for too long is taken for a hang."""
+
+    @classmethod
+    def alone(
+        cls,
+        settings: TrainerSettings,
+        config_dir: str | Path,
+        *,
+        generation: int = 1,
+        feed: tuple[int, int] | None = None,
+    ) -> Self:
+        """Of the only process that there is."""
+        return cls(
+            rank=0,
+            world_size=1,
+            local_rank=0,
+            node_rank=0,
+            generation=generation,
+            config_dir=str(config_dir),
+            settings=settings,
+            feed=feed,
+        )
 
     @property
     def options(self) -> Mapping[str, Any]:

@@ -45,17 +45,7 @@ def read_trained(
             f'[trainer] task = "{settings.task}": only "{TASK_OF_THE_HOUSE}" can be generated from '
             "and exported; a task of your own knows best what its state means"
         )
-    task = LanguageModel(
-        Context(
-            rank=0,
-            world_size=1,
-            local_rank=0,
-            node_rank=0,
-            generation=1,
-            config_dir=str(config_dir),
-            settings=settings,
-        )
-    )
+    task = LanguageModel(Context.alone(settings, config_dir))
     found = checkpoint.finished(job_dir) or checkpoint.finished(job_dir / "alone")
     if found and not untrained:
         path = found[0][2]

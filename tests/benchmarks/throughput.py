@@ -126,15 +126,7 @@ def pairs(steps: int) -> list[tuple[float, float]]:
     settings = TrainerSettings(steps=steps + 20, evaluate_every_steps=0)
     with tempfile.TemporaryDirectory() as folder:
         trainer = ModelTrainer(
-            context=Context(
-                rank=0,
-                world_size=1,
-                local_rank=0,
-                node_rank=0,
-                generation=1,
-                config_dir=folder,
-                settings=settings,
-            ),
+            context=Context.alone(settings, folder),
             checkpoints=CheckpointSettings(every_steps=10**6),
             job_dir=Path(folder),
             beat=Beat(str(Path(folder) / "beat")),

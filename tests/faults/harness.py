@@ -256,6 +256,7 @@ class Job:
         for daemon in self.daemons:
             daemon.end()
         end(self.processes(), 10.0)
+        snapshot.sweep(snapshot.directory_of(self.run_dir))
 
 
 class Daemon:

@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 from tests.trainer.harness import TINY, Rank, World
-from trainer.memory import environment_for
 
 MB = 1 << 20
 
@@ -104,9 +103,9 @@ def test_the_memory_of_a_device_is_told_before_a_start(tmp_path: Path) -> None:
         mesh = f"dp = 1\nfsdp = {fsdp}\n"
         text = f'[trainer]\ntask = "{table["task"]}"\nsteps = 3\n[trainer.mesh]\n{mesh}'
         (tmp_path / "job.toml").write_text(text)
+        line = f"-m supervisor check --memory --json --set cluster.workers={fsdp} --config"
         told = subprocess.run(
-            [sys.executable, "-m", "trainer.memory", "--config", str(tmp_path / "job.toml")],
-            env=environment_for(fsdp),
+            [sys.executable, *line.split(), str(tmp_path / "job.toml")],
             capture_output=True,
             text=True,
             check=True,
