@@ -22,6 +22,11 @@ COLLECTIVE_TIMEOUT_S = 300  # a rank may wait this long for a peer that restores
 HEARTBEAT_TIMEOUT_S = 10
 SHUTDOWN_TIMEOUT_S = 5
 
+_TUNABLES = "GLIBC_TUNABLES"
+_HUGE_PAGES = "glibc.malloc.hugetlb=1"
+"""A step takes its working memory anew and gives it back. In pages of 4 KiB that took a third of
+the processor's time: 14,000 faults for 54 MB a step. glibc before 2.35 ignores it."""
+
 _SCHEDULER_PREFIXES = ("SLURM_", "OMPI_", "PMI_", "PMIX_")
 
 
@@ -33,7 +38,7 @@ def worker_environment(cpus: float, gpus: int, base_env: Mapping[str, str]) -> d
     """The environment of a training process on `cpus` cores and `gpus` devices.
 
     The number of threads is fixed, since XLA's sums depend on it. Proxies are dropped: gRPC between
-    ranks may hang on them. XLA flags of the operator stay and win over ours.
+    ranks may hang on them. What the operator says (XLA flags, tunables of glibc) stays and wins.
     """
     env = {
         name: value
@@ -49,6 +54,9 @@ def worker_environment(cpus: float, gpus: int, base_env: Mapping[str, str]) -> d
     env["XLA_FLAGS"] = " ".join(flags)
     env["NPROC"] = env["OMP_NUM_THREADS"] = str(max(1, int(cpus)))
     env["PYTHONUNBUFFERED"] = "1"
+    tunables = [one for one in env.get(_TUNABLES, "").split(":") if one]
+    if not any(one.startswith("glibc.malloc.hugetlb=") for one in tunables):
+        env[_TUNABLES] = ":".join([*tunables, _HUGE_PAGES])
     if gpus:
         # The generation that stands by lives on the same devices: nobody may take all of them.
         env.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")

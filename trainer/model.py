@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from trainer.architecture import STACKED, Architecture
 from trainer.config import MATRICES, ModelSettings
@@ -273,7 +274,7 @@ def _stream(
     Rotary angles count distances alone, so that the positions of a packed document need not start
     at zero.
     """
-    angles = _angles(architecture, jnp.arange(tokens.shape[1]))
+    angles = _angles(architecture, np.arange(tokens.shape[1]))
     places = jnp.arange(tokens.shape[1])
     mask = (places <= places[:, None])[None, None]
     if segments is not None:
@@ -342,10 +343,17 @@ def _norm(architecture: Architecture, values: jax.Array, scale: jax.Array) -> ja
     return normed.astype(values.dtype)
 
 
-def _angles(architecture: Architecture, places: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Cosines and sines `[length, 1, head_size / 2]` of the positions."""
-    angles = places[:, None] * jnp.asarray(architecture.rope_rates(), jnp.float32)
-    return jnp.cos(angles)[:, None], jnp.sin(angles)[:, None]
+def _angles(architecture: Architecture, places: Any) -> tuple[jax.Array, jax.Array]:
+    """Cosines and sines `[length, 1, head_size / 2]` of the positions.
+
+    Of known ones (numpy) they are constants: XLA would compute them anew wherever they are used,
+    for each number of each head.
+    """
+    tools: Any = np if isinstance(places, np.ndarray) else jnp
+    angles = places.astype(np.float32)[:, None] * tools.asarray(
+        architecture.rope_rates(), np.float32
+    )
+    return jnp.asarray(tools.cos(angles)[:, None]), jnp.asarray(tools.sin(angles)[:, None])
 
 
 def _rotate(values: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
@@ -383,11 +391,15 @@ def _attend(queries: jax.Array, keys: jax.Array, values: jax.Array, mask: jax.Ar
     """
     batch, length, heads, size = queries.shape
     groups = keys.shape[2]
-    grouped = queries.reshape(batch, length, groups, heads // groups, size)
-    scores = jnp.einsum("btgqd,bsgd->bgqts", grouped, keys, preferred_element_type=jnp.float32)
+    # As plain products of matrices: the queries of the heads that share keys are rows of one.
+    rows = jnp.swapaxes(queries, 1, 2).reshape(batch, groups, heads // groups * length, size)
+    scores = jnp.matmul(
+        rows, jnp.transpose(keys, (0, 2, 3, 1)), preferred_element_type=jnp.float32
+    ).reshape(batch, groups, heads // groups, length, -1)
     seen = jnp.where(mask[:, :, None], scores * size**-0.5, -jnp.inf)
     shares = jax.nn.softmax(seen, axis=-1).astype(values.dtype)
-    mixed = jnp.einsum("bgqts,bsgd->btgqd", shares, values)
+    mixed = jnp.matmul(shares.reshape(*rows.shape[:3], -1), jnp.swapaxes(values, 1, 2))
+    mixed = jnp.swapaxes(mixed.reshape(batch, heads, length, size), 1, 2)
     return mixed.reshape(batch, length, heads * size)
 
 

@@ -1,13 +1,15 @@
 """Is the built-in model as fast as one written by hand, and what do more processes give?
 
-By turns in one process, on the same batches: a step of the trainer's loop, metrics and all, and a
-step of a plain JAX loop around the same architecture, written here from scratch. Then the trainer
-alone over one and over two processes of one core each. Nothing else may run meanwhile.
+By turns in one process of one core, on the same batches: a step of the trainer's loop, metrics and
+all, and a step of a plain JAX loop around the same architecture, written here from scratch. Then
+the trainer alone over one and over two processes of one core each. Nothing else may run meanwhile.
 """
 
 from __future__ import annotations
 
+import os
 import statistics
+import sys
 import tempfile
 import time
 from functools import partial
@@ -30,6 +32,7 @@ from tests.benchmarks.report import (
 )
 from tests.benchmarks.supervised import Tail
 from trainer.config import CheckpointSettings, ModelSettings, OptimizerSettings, TrainerSettings
+from trainer.environment import worker_environment
 from trainer.heartbeat import Beat
 from trainer.loop import ModelTrainer
 from trainer.task import Context
@@ -168,6 +171,10 @@ def main() -> None:
     parser = parser_of("throughput", __doc__)
     parser.add_argument("--steps", type=int, default=60, metavar="N")
     options = parser.parse_args()
+    environment = worker_environment(1, 0, os.environ)
+    if environment != dict(os.environ):  # threads and memory as a worker has them
+        command = [sys.executable, "-m", "tests.benchmarks.throughput", *sys.argv[1:]]
+        os.execve(sys.executable, command, environment)
     facts = circumstances()
     note("pairs")
     found = pairs(options.steps)

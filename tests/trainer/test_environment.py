@@ -29,6 +29,17 @@ def test_the_operators_flags_win_over_ours() -> None:
     assert "JAX_PLATFORMS" not in worker_environment(1, 1, {})
 
 
+def test_memory_is_taken_in_huge_pages_unless_the_operator_says_otherwise() -> None:
+    """Other tunables of the operator stay beside it."""
+    name = "GLIBC_TUNABLES"
+    assert worker_environment(1, 0, {})[name] == "glibc.malloc.hugetlb=1"
+    others = "glibc.malloc.check=3:glibc.malloc.hugetlb=0"
+    assert worker_environment(1, 0, {name: others})[name] == others
+    both = "glibc.malloc.check=3:glibc.malloc.hugetlb=1"
+    assert worker_environment(1, 0, {name: "glibc.malloc.check=3"})[name] == both
+    assert worker_environment(1, 0, {name: both})[name] == both
+
+
 def test_on_gpus_no_process_takes_all_the_memory_unless_told_to() -> None:
     """A standby lives on the same devices as the generation that trains."""
     name = "XLA_PYTHON_CLIENT_PREALLOCATE"
