@@ -74,13 +74,20 @@ def test_the_tail_of_each_file_is_held_out(tmp_path: Path) -> None:
     assert text.files == 2
 
 
-def test_reading_stops_at_the_limit(tmp_path: Path) -> None:
-    """A large folder must not delay the start."""
+def test_text_beyond_the_limit_is_refused_not_left_out(tmp_path: Path) -> None:
+    """Whoever names a text means all of it, and a large folder must not delay the start."""
     for name in "abc":
         (tmp_path / f"{name}.txt").write_bytes(name.encode() * 1000)
-    text = read_text(settings(tmp_path, bytes_max=1500), "/")
-    assert len(text.train) + len(text.held_out) == 1500
-    assert text.files == 2
+    with pytest.raises(SettingsError, match=r"3000 bytes .* bytes_max = 1500; .* bytes_max = 3000"):
+        read_text(settings(tmp_path, bytes_max=1500), "/")
+    text = read_text(settings(tmp_path, bytes_max=3000), "/")
+    assert len(text.train) + len(text.held_out) == 3000
+
+
+def test_of_the_standard_library_so_much_is_read() -> None:
+    """It stands in for data, and is longer than a demo."""
+    text = read_text(DataSettings(bytes_max=5000, sequence_length=8), "/")
+    assert len(text.train) + len(text.held_out) == 5000
 
 
 def test_relative_paths_start_at_the_settings_file(tmp_path: Path) -> None:

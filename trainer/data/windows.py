@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer.config import DataSettings
-from trainer.data.files import find_files, open_file
+from trainer.data.files import find_files, open_file, size_of
 from trainer.settings import SettingsError
 
 Bytes = NDArray[np.uint8]
@@ -31,14 +31,20 @@ class Text:
 
 
 def read_text(settings: DataSettings, config_dir: str) -> Text:
-    """Read the files in the order of their names, up to `bytes_max`; hold out the tail of each.
+    """Read the files in the order of their names; hold out the tail of each.
 
-    Relative paths start at the settings file. Raises `SettingsError` where there is nothing to read
-    or too little for one sequence.
+    Of the standard library `bytes_max` are read; relative paths start at the settings file. Raises
+    `SettingsError` where there is nothing to read, too little for one sequence or more than that.
     """
+    files = find_files(settings, "text", config_dir)
+    if settings.path and (size := sum(map(size_of, files))) > settings.bytes_max:
+        raise SettingsError(
+            f"[trainer.data] path = {list(settings.path)}: {size} bytes of text are more than "
+            f"bytes_max = {settings.bytes_max}; to train on all of it, set bytes_max = {size}"
+        )
     pieces: list[bytes] = []
     left = settings.bytes_max
-    for file in find_files(settings, "text", config_dir):
+    for file in files:
         if left <= 0:
             break
         with open_file(file) as opened:
