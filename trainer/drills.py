@@ -123,21 +123,17 @@ class Drills:
         elif fault.kind == "hold-gil":
             ctypes.PyDLL(None).usleep(int(min(seconds, 4000) * 1e6))
         elif fault.kind == "allocate":
-            _allocate_until_refused()
+            _allocate_too_much()
         elif fault.kind == "sleep":
             time.sleep(seconds)
         elif fault.kind == "flip-bit" and self.flip_bit is not None:
             self.flip_bit()
 
 
-def _allocate_until_refused() -> None:
+def _allocate_too_much() -> None:
+    """Raises MemoryError, and leaves enough for its report."""
     # A limit of our own: the machine and the other rank must not suffer.
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * resource.getpagesize() + _HEADROOM_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    hoard: list[bytearray] = []
-    try:
-        while True:
-            hoard.append(bytearray(64 << 20))
-    finally:
-        hoard.clear()  # the report of the error needs memory too
+    bytearray(2 * _HEADROOM_BYTES)
