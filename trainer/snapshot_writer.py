@@ -72,7 +72,7 @@ class SnapshotCost:
     """What a snapshot typically costs, in seconds.
 
     `blocking_s`: of the loop; `background_s`: processor time of the thread; `age_s`: from the call
-    to publication. Takes that had to allocate a buffer first do not count, where others are known.
+    to publication. Takes that had to allocate a buffer first do not count.
     """
 
     blocking_s: float
@@ -312,6 +312,8 @@ class _Job:
 class _Pace:
     """How often "auto" may take a snapshot: as often as it stays below its share of the time.
 
+    The first takes come one after the other until all buffers are allocated: what that costs would
+    make a long interval, in which a generation that has just begun would have nothing of its own.
     Looked at again after each window of takes; in between, and while the share is between the two
     bounds, the interval stays: noise is not worth telling.
     """
@@ -320,7 +322,6 @@ class _Pace:
         self._background_counts = background_counts
         self._steps: deque[float] = deque(maxlen=_STEPS_REMEMBERED)
         self._costs: deque[tuple[float, float, float]] = deque(maxlen=_MEASURED)
-        self._only_new = True
         self._since = 0
         self.interval = 1
         self.measured = 0
@@ -329,13 +330,10 @@ class _Pace:
         self._steps.append(seconds)
 
     def snapshot_cost(self, blocking: float, background: float, age: float, *, new: bool) -> None:
-        if new and not self._only_new:
+        if new:
             return
-        if self._only_new and not new:
-            self._only_new = False
-            self._costs.clear()
         self._costs.append((blocking, background, age))
-        self.measured += not new
+        self.measured += 1
         self._since += 1
         if self.measured <= _SETTLED or self._since >= _MEASURED:
             self._since = 0

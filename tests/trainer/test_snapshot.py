@@ -378,7 +378,7 @@ def test_auto_takes_as_many_snapshots_as_cost_one_percent(directory: Path) -> No
     cost = writer.cost
     intervals = [one for one in outcomes if isinstance(one, Interval)]
     assert intervals
-    assert taken[0] == 1
+    assert taken[:4] == [1, 2, 3, 4]  # until all buffers are there, which says nothing of the cost
     assert taken[-1] - taken[-2] in {one.every_steps for one in intervals}
     for one in intervals:
         assert one.cost_s <= 0.01 * step_s * one.every_steps
