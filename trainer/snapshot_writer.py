@@ -406,8 +406,9 @@ class _Buffer:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             os.posix_fallocate(descriptor, 0, layout.bytes)
-            flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
-            self._map = mmap.mmap(descriptor, layout.bytes, flags=flags)
+            # Not populated: `mmap` holds the interpreter for that, seconds for some gigabytes, in
+            # which no heartbeat is sent. The copy that follows lets the other threads run.
+            self._map = mmap.mmap(descriptor, layout.bytes, flags=mmap.MAP_SHARED)
         except OSError:
             path.unlink(missing_ok=True)
             raise

@@ -56,7 +56,8 @@ def test_every_mesh_trains_to_the_same_losses_and_parameters(
     shares = {tuple(row["mesh"]): row["share"] for row in rows}
     assert shares[2, 2, 2] < 0.35
     assert shares.get((8, 1, 1), 1.0) == 1.0
-    assert shares.get((1, 8, 1), 0.0) < 0.2
+    # Of low-rank additions fsdp cuts the inner factors only; here they are a large part of all.
+    assert shares.get((1, 8, 1), 0.0) < (0.2 if kind == "whole" else 0.3)
 
 
 def train(folder: Path, settings: dict[str, Any], meshes: list[list[int]]) -> list[dict[str, Any]]:
