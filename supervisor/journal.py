@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from supervisor.errors import DiskError
+from trainer.whole import flush
 
 JOURNAL_FILE = "journal.jsonl"
 SCHEMA = 1
@@ -268,18 +269,9 @@ def _write_file(path: Path, text: bytes) -> int:
             raise OSError(28, "the disk is full")
         os.fsync(descriptor)
         temporary.replace(path)
-        _sync_directory(path.parent)
+        flush(path.parent)  # the rename itself
     except BaseException:
         os.close(descriptor)
         temporary.unlink(missing_ok=True)
         raise
     return descriptor
-
-
-def _sync_directory(path: Path) -> None:
-    """The rename itself is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

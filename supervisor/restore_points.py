@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from trainer.whole import flush
+
 KEEP_MIN = 2
 QUARANTINED_MAX = 8
 """Older ones are deleted by `prune`: evidence must not fill the disk that saves go to."""
@@ -279,8 +281,8 @@ def _set_aside(path: Path, reason: str) -> Path:
     # The reason first: a thing set aside without one would be a riddle.
     (root / f"{name}.reason.txt").write_text(f"{reason[:10_000]}\n", encoding="utf-8")
     path.rename(target)
-    _flush(path.parent)
-    _flush(root)
+    flush(path.parent)
+    flush(root)
     return target
 
 
@@ -289,7 +291,7 @@ def _discard(run_dir: Path, path: Path) -> None:
     trash = _own_directory(run_dir / "checkpoints" / "trash")
     target = trash / _free_name(trash, f"{path.parent.name}-{path.name}")
     path.rename(target)
-    _flush(path.parent)
+    flush(path.parent)
 
 
 def _delete(path: Path) -> None:
@@ -331,11 +333,3 @@ def _free_name(root: Path, name: str) -> str:
         number += 1
         tried = f"{name}.{number}"
     return tried
-
-
-def _flush(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -41,6 +41,7 @@ from trainer.pieces import (
 )
 from trainer.step import Host, assembly_of, named_leaves
 from trainer.task import TaskError
+from trainer.whole import flush
 
 FINISHED_MARK = "commit_success.txt"
 SAVE_WAIT_S = 60.0
@@ -200,7 +201,7 @@ class Saver:
         full = {**meta, "digests": by_leaf, "leaves": forms, "params_digest": total}
         try:
             _write(path, host, full)
-            _flush(path)
+            _flush_tree(path)
             if digests(_read_state(path, host))[2] != total:
                 raise OSError(f"{path} does not read back as it was written")
         except BaseException:
@@ -226,7 +227,7 @@ class Saver:
         ]
         try:
             _write(own, values, {**meta, "pieces": described})
-            _flush(own)
+            _flush_tree(own)
             read = _read_state(own, values)
             if any(_sha256(read[one["key"]]) != one["sha256"] for one in described):
                 raise OSError(f"{own} does not read back as it was written")
@@ -480,8 +481,8 @@ def _sha256(values: Any) -> str:
 def _mark(path: Path, text: str = "done") -> None:
     """A file that says something by being there, on the disk itself."""
     path.write_text(f"{text}\n")
-    _fsync(path)
-    _fsync(path.parent)
+    flush(path)
+    flush(path.parent)
 
 
 def _discard(path: Path) -> None:
@@ -508,17 +509,9 @@ def _read_state(path: Path, target: Host) -> Host:
     return jax.tree.map(lambda _, leaf: np.asarray(leaf), target, restored.state)
 
 
-def _flush(path: Path) -> None:
+def _flush_tree(path: Path) -> None:
     """To the disk itself: files first, then the folders that name them."""
     for one in sorted(path.rglob("*"), reverse=True):
-        _fsync(one)
-    _fsync(path)
-    _fsync(path.parent)
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        flush(one)
+    flush(path)
+    flush(path.parent)

@@ -161,7 +161,7 @@ class DataSettings(Section):
     bytes_max: int = Field(
         default=4_000_000,
         ge=1024,
-        description="more text for a model of bytes is refused; so much of the standard library",
+        description="text for a model of bytes may be so long; the standard library is cut there",
     )
     batch_size: int = Field(default=16, ge=1, description="sequences a step, over all workers")
     sequence_length: int = Field(default=128, ge=2, description="tokens a sequence")

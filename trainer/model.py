@@ -274,7 +274,10 @@ def _stream(
     Rotary angles count distances alone, so that the positions of a packed document need not start
     at zero.
     """
-    angles = _angles(architecture, np.arange(tokens.shape[1]))
+    unrolled = architecture.layers <= _UNROLLED
+    # XLA would compute the angles of blocks that are written out anew wherever they are used, for
+    # each number of each head; as constants it does not. A loop over blocks has them from outside.
+    angles = _angles(architecture, (np if unrolled else jnp).arange(tokens.shape[1]))
     places = jnp.arange(tokens.shape[1])
     mask = (places <= places[:, None])[None, None]
     if segments is not None:
@@ -287,7 +290,6 @@ def _stream(
         stream, _ = _block(architecture, compute, block, stream, angles, mask, keys=keys)
         return stream, None
 
-    unrolled = architecture.layers <= _UNROLLED
     step: Callable[..., Any] = body
     if compute.remat:
         step = jax.checkpoint(body, prevent_cse=unrolled)
@@ -346,8 +348,7 @@ def _norm(architecture: Architecture, values: jax.Array, scale: jax.Array) -> ja
 def _angles(architecture: Architecture, places: Any) -> tuple[jax.Array, jax.Array]:
     """Cosines and sines `[length, 1, head_size / 2]` of the positions.
 
-    Of known ones (numpy) they are constants: XLA would compute them anew wherever they are used,
-    for each number of each head.
+    Constants of the program where the places are numpy.
     """
     tools: Any = np if isinstance(places, np.ndarray) else jnp
     angles = places.astype(np.float32)[:, None] * tools.asarray(

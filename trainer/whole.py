@@ -21,15 +21,15 @@ def write_whole(path: Path, text: str) -> None:
             file.flush()
             os.fsync(file.fileno())
         draft.replace(path)
-        _flush(path.parent)
+        flush(path.parent)  # the name too, not only what is behind it
     except BaseException:
         draft.unlink(missing_ok=True)
         raise
 
 
-def _flush(directory: Path) -> None:
-    """The name too, not only what is behind it."""
-    descriptor = os.open(directory, os.O_RDONLY)
+def flush(path: Path) -> None:
+    """Put a file, or the names in a directory, on the disk itself. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

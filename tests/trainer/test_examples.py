@@ -46,15 +46,7 @@ def settings(task: str, **more: Any) -> dict[str, Any]:
 
 
 def of(settings: dict[str, Any]) -> Context:
-    return Context(
-        rank=0,
-        world_size=1,
-        local_rank=0,
-        node_rank=0,
-        generation=1,
-        config_dir=str(EXAMPLES),
-        settings=TrainerSettings(**settings),
-    )
+    return Context.alone(TrainerSettings(**settings), EXAMPLES)
 
 
 @pytest.mark.parametrize(

@@ -52,14 +52,10 @@ class Run:
         self.beat = Listened(folder / "beat")
         newest = checkpoint.finished(folder)
         self.loop = trainer_for(
-            context=Context(
-                rank=0,
-                world_size=1,
-                local_rank=0,
-                node_rank=0,
+            context=Context.alone(
+                TrainerSettings(task="users_loop:train", **{"steps": 6, **more}),
+                folder,
                 generation=1 + len(newest),
-                config_dir=str(folder),
-                settings=TrainerSettings(task="users_loop:train", **{"steps": 6, **more}),
             ),
             checkpoints=CheckpointSettings(every_steps=2),
             job_dir=folder,

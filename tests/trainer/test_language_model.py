@@ -19,17 +19,7 @@ from trainer.tasks.language_model import LanguageModel
 
 
 def task_of(folder: Path, **changes: Any) -> LanguageModel:
-    return LanguageModel(
-        Context(
-            rank=0,
-            world_size=1,
-            local_rank=0,
-            node_rank=0,
-            generation=1,
-            config_dir=str(folder),
-            settings=TrainerSettings.model_validate({**TINY, **changes}),
-        )
-    )
+    return LanguageModel(Context.alone(TrainerSettings.model_validate({**TINY, **changes}), folder))
 
 
 def test_a_batch_in_parts_gives_the_step_of_the_whole(tmp_path: Path) -> None:

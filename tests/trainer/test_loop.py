@@ -33,14 +33,10 @@ def trainer(
     write_text(folder)
     beat = Journal(folder / "beat")
     built = ModelTrainer(
-        context=Context(
-            rank=0,
-            world_size=1,
-            local_rank=0,
-            node_rank=0,
+        context=Context.alone(
+            TrainerSettings.model_validate({**TINY, **changes}),
+            folder,
             generation=1 if restore_from is None else 2,
-            config_dir=str(folder),
-            settings=TrainerSettings.model_validate({**TINY, **changes}),
         ),
         checkpoints=CheckpointSettings(every_steps=4),
         job_dir=folder,

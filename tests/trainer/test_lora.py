@@ -33,15 +33,8 @@ SETTINGS: dict[str, Any] = {
 
 
 def trainer_of(folder: Path, generation: int = 1, restore_from: Path | None = None) -> ModelTrainer:
-    context = Context(
-        rank=0,
-        world_size=1,
-        local_rank=0,
-        node_rank=0,
-        generation=generation,
-        config_dir=str(folder),
-        settings=TrainerSettings.model_validate(SETTINGS),
-    )
+    settings = TrainerSettings.model_validate(SETTINGS)
+    context = Context.alone(settings, folder, generation=generation)
     job_dir = folder / "job"
     job_dir.mkdir(exist_ok=True)
     return ModelTrainer(

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from trainer.data.documents import Part
 from trainer.settings import SettingsError
+from trainer.whole import flush
 
 log = structlog.get_logger()
 
@@ -201,10 +202,10 @@ def new_directory(path: Path) -> Iterator[Path]:
     try:
         yield draft
         for file in draft.iterdir():
-            _sync(file)
-        _sync(draft)
+            flush(file)
+        flush(draft)
         draft.rename(path)
-        _sync(path.parent)
+        flush(path.parent)
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
         raise
@@ -331,11 +332,3 @@ def _sums(file: Path) -> Iterable[int]:
     with file.open("rb") as opened:
         while block := opened.read(BLOCK_BYTES):
             yield zlib.crc32(block)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
