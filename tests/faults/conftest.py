@@ -17,20 +17,6 @@ MakeJob = Callable[..., Job]
 _figures = Figures()
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """What belongs to the full matrix only."""
-    config.addinivalue_line("markers", "full: runs only with --full")
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without --full the smoke set runs."""
-    if config.getoption("--full"):
-        return
-    for item in items:
-        if item.get_closest_marker("full"):
-            item.add_marker(pytest.mark.skip(reason="of the full matrix: --full"))
-
-
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """What was measured."""
     if not _figures.rows:

@@ -16,10 +16,8 @@ from tests.supervisor.test_cluster import Story
 
 
 @pytest.fixture
-def address(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[str]:
+def address(tmp_path: Path) -> Iterator[str]:
     """Two raylets as two nodes, a CPU each."""
-    if not request.config.getoption("--full"):
-        pytest.skip("starts a Ray cluster of two nodes; --full runs it")
     from ray.cluster_utils import Cluster
 
     before = dict(os.environ)
@@ -37,6 +35,7 @@ def address(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[str]:
     os.environ.update(before)
 
 
+@pytest.mark.full
 def test_a_module_beside_the_settings_is_on_every_node(address: str, tmp_path: Path) -> None:
     """Without it the second node says ModuleNotFoundError, or worse, imports an old copy."""
     here = tmp_path / "here"

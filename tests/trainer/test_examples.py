@@ -53,17 +53,13 @@ def of(settings: dict[str, Any]) -> Context:
     ("task", "package"),
     [
         ("model_trainer:main", "sklearn"),
-        ("free_loop:train", "sklearn"),
-        ("flax_nnx:Nnx", "flax"),
-        ("equinox_mlp:Mlp", "equinox"),
+        pytest.param("free_loop:train", "sklearn", marks=pytest.mark.full),
+        pytest.param("flax_nnx:Nnx", "flax", marks=pytest.mark.full),
+        pytest.param("equinox_mlp:Mlp", "equinox", marks=pytest.mark.full),
     ],
 )
-def test_a_kill_costs_an_example_no_bit(
-    examples: World, task: str, package: str, request: pytest.FixtureRequest
-) -> None:
+def test_a_kill_costs_an_example_no_bit(examples: World, task: str, package: str) -> None:
     """What a framework keeps outside of the state that it gives is lost with the process."""
-    if task != "model_trainer:main" and not request.config.getoption("--full"):
-        pytest.skip("a fourth of a minute each; --full runs it")
     pytest.importorskip(package)
     directory = snapshot.directory_of(examples.job_dir)
     # The one that always runs is the hardest: no rank holds its state in whole.

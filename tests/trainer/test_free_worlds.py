@@ -72,15 +72,15 @@ def test_all_ranks_of_a_loop_stop_after_the_same_step_and_go_on(loops: World) ->
     ("uneven", "culprit", "said"),
     [
         ("steps", 1, "rank 1 ended after 6 steps, but rank 0 has begun 7"),
-        ("metrics", 0, "rank 0 reported loss, rank 1 accuracy, loss"),
+        pytest.param(
+            *("metrics", 0, "rank 0 reported loss, rank 1 accuracy, loss"), marks=pytest.mark.full
+        ),
     ],
 )
 def test_uneven_ranks_are_an_error_that_names_them(
-    loops: World, uneven: str, culprit: int, said: str, request: pytest.FixtureRequest
+    loops: World, uneven: str, culprit: int, said: str
 ) -> None:
     """Without a word of theirs all that a user sees is a hang, a deadline later."""
-    if uneven == "metrics" and not request.config.getoption("--full"):
-        pytest.skip("told of on the same way as steps; --full runs it")
     ranks = loops.launch(trainer=trainer(uneven=uneven, pause_s=0.05))
     raised = ranks[culprit].until("raised")
     assert said in raised["error"]["message"]

@@ -36,18 +36,15 @@ FEW = [[1, 1, 1], [2, 2, 2]]
 TABLE = [[1, 1, 1], [8, 1, 1], [1, 8, 1], [1, 1, 2], [2, 2, 2], [1, 2, 4], [2, 1, 4], [1, 4, 1]]
 
 
-@pytest.mark.parametrize("kind", ["whole", "low rank"])
+@pytest.mark.parametrize("kind", ["whole", pytest.param("low rank", marks=pytest.mark.full)])
 def test_every_mesh_trains_to_the_same_losses_and_parameters(
     kind: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     """A matrix cut along the wrong axis, or a mean over one replica's rows, still learns."""
-    full = request.config.getoption("--full")
-    if kind == "low rank" and not full:
-        pytest.skip("half a minute to compile; --full runs it")
     write_text(tmp_path)
     config = models.FAMILY["qwen2"]
     models.write_folder(tmp_path / "model", config, models.tensors(config))
-    meshes = TABLE if full else FEW
+    meshes = TABLE if request.config.getoption("--full") else FEW
     rows = train(tmp_path, WHOLE if kind == "whole" else LOW_RANK, meshes)
     assert [row["mesh"] for row in rows] == meshes
     for row in rows:
