@@ -1,7 +1,8 @@
 """Which checkpoint a job may start from: read off the disk, set aside when bad, retired when old.
 
 Structure only: what Orbax (0.12.8, COMMIT_FILE mode) leaves of a finished save. Contents are for
-the workers to verify by digest. Imports neither orbax nor jax, and never follows a symbolic link.
+the workers to verify by digest. Imports neither orbax nor jax. `checkpoints` itself may be a
+symbolic link to another disk, as for the workers; below it no link is followed.
 
     <run_dir>/<job>/checkpoints/generation-N/STEP    a save, finished or not
                                              STEP/part-K-of-N    of a state in parts: one a rank
@@ -159,8 +160,9 @@ def sweep_unfinished(run_dir: Path, live: Collection[int] = ()) -> list[Path]:
 def _entries(run_dir: Path, rejected: list[Rejected]) -> Iterator[Path]:
     """What lies in the directories of the generations; strangers on the way are rejected."""
     root = run_dir / "checkpoints"
-    if not _is_directory(root, rejected):
+    if not os.path.lexists(root):
         return
+    # A link whose disk is not mounted raises here: that is not "there are none".
     for directory in sorted(root.iterdir()):
         if directory.name in ("quarantine", "trash"):
             continue

@@ -193,13 +193,37 @@ def test_strangers_are_told_and_left_alone(tmp_path):
     assert (root / "README").read_text() == "mine"
 
 
-@pytest.mark.parametrize("linked", ["checkpoints", "generation-1", "5", "commit_success.txt"])
-def test_a_symbolic_link_is_never_followed(tmp_path, linked):
-    """What lies outside the run directory is not ours to trust, to move or to delete."""
+def test_checkpoints_may_be_a_link_to_another_disk(tmp_path):
+    """`ln -s /big/disk checkpoints`: workers saved through it, and no recovery found what they had.
+
+    Looking, setting aside and retention all work on the disk behind the link.
+    """
+    run_dir, disk = tmp_path / "run", tmp_path / "disk"
+    run_dir.mkdir()
+    disk.mkdir()
+    (run_dir / "checkpoints").symlink_to(disk)
+    for step in (10, 20, 30, 40):
+        checkpoint(run_dir, 1, step)
+    assert at(find(run_dir)) == [(1, 40), (1, 30), (1, 20), (1, 10)]
+    moved = quarantine(find(run_dir)[0], "a digest differs")
+    assert moved.resolve().parent == disk / "quarantine"
+    prune(run_dir, 2, {(1, 20), (1, 30)})
+    assert at(find(run_dir)) == [(1, 30), (1, 20)]
+
+
+def test_a_link_whose_disk_is_not_mounted_is_not_an_empty_directory(tmp_path):
+    """Starting over from the seed because a mount came late would lose the whole run."""
+    (tmp_path / "checkpoints").symlink_to(tmp_path / "not-mounted")
+    with pytest.raises(OSError, match="No such file"):
+        find(tmp_path)
+
+
+@pytest.mark.parametrize("linked", ["generation-1", "5", "commit_success.txt"])
+def test_below_checkpoints_no_symbolic_link_is_followed(tmp_path, linked):
+    """What lies outside is not ours to trust, to move or to delete."""
     run_dir, outside = tmp_path / "run", tmp_path / "outside"
     path = checkpoint(run_dir, 1, 5)
     place = {
-        "checkpoints": path.parent.parent,
         "generation-1": path.parent,
         "5": path,
         "commit_success.txt": path / "commit_success.txt",
