@@ -447,10 +447,11 @@ class Job:
         self._strengthen("recover")
 
     def drain_to_stop(self, event: StopRequested) -> None:
-        self._strengthen("stop")
-        self.stop_by = event.by
-        self.exit_status = EXIT_STATUSES["signal" if event.by == "signal" else "operator"]
-        self.reason = f"stopped by {'a signal' if event.by == 'signal' else 'an operator'}"
+        """Of two requests the first decides the exit status: an operator's stop stays one."""
+        if self._strengthen("stop"):
+            self.stop_by = event.by
+            self.exit_status = EXIT_STATUSES["signal" if event.by == "signal" else "operator"]
+            self.reason = f"stopped by {'a signal' if event.by == 'signal' else 'an operator'}"
 
     def drain_to_complete(self, event: TrainingCompleted) -> None:
         self._strengthen("complete")
@@ -465,16 +466,20 @@ class Job:
 
     def drain_to_fail(self, event: Event) -> None:
         """What no retry can change."""
-        self._strengthen("fail")
+        if not self._strengthen("fail"):
+            return
         self.exit_status = EXIT_STATUSES["pointless"]
         if isinstance(event, DeadlinePassed):
             self.reason = f"no capacity within {self.limits.capacity_wait_s:g} s: {self.reason}"
         else:
             self.reason = why_of(event)
 
-    def _strengthen(self, purpose: str) -> None:
-        if PURPOSES.index(purpose) > PURPOSES.index(self.purpose):
+    def _strengthen(self, purpose: str) -> bool:
+        """Whether the drain takes this purpose, and with it the exit status and reason."""
+        is_stronger = PURPOSES.index(purpose) > PURPOSES.index(self.purpose)
+        if is_stronger:
             self.purpose = purpose
+        return is_stronger
 
     def open_incident(self, event: Event) -> None:
         self.incidents += 1
