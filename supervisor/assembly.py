@@ -42,6 +42,7 @@ from supervisor.journal import JOURNAL_FILE, Journal
 from supervisor.lock import Lock, acquire
 from supervisor.past import Past, job_after, past_of, past_on_disk
 from supervisor.performers import Performers, start_of
+from supervisor.preflight import must_be_ready
 from supervisor.redis_address import address_of, take_password
 from supervisor.shipping import collect
 from supervisor.status import snapshot
@@ -95,6 +96,8 @@ async def run_daemon(
             if terminal:
                 print(message)
             return 0
+        if inherited is None:
+            must_be_ready(settings, config_path.resolve().parent, password)
         first = _Assembly(
             in_force.settings or settings,
             config_path,

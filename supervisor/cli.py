@@ -111,6 +111,13 @@ def check(options: argparse.Namespace) -> int:
         return error.exit_status
     rows = effective(settings, origins)
     run_dir = job_directory(settings.job, options.config)
+    found = _missing(settings, options.config)
+    if found and options.json:
+        print(json.dumps({"ok": False, "problems": found}, indent=2))
+        return SettingsError.exit_status
+    if found:
+        print(describe(rows), "\n")
+        raise SettingsError(*found)
     if options.memory and options.json:
         return _predict_memory(settings, options)
     if options.json:
@@ -119,6 +126,14 @@ def check(options: argparse.Namespace) -> int:
         print(describe(rows))
         print(f"\nThe settings are fine. Files go to {run_dir}")
     return _predict_memory(settings, options) if options.memory else 0
+
+
+def _missing(settings: Any, config: str) -> list[str]:
+    """What a start would fail on: code, data, servers and devices that are not there."""
+    from supervisor.preflight import problems
+    from supervisor.redis_address import take_password
+
+    return [*problems(settings, Path(config).resolve().parent, take_password())]
 
 
 def _predict_memory(settings: Any, options: argparse.Namespace) -> int:

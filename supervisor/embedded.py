@@ -225,8 +225,12 @@ class EmbeddedRedis:
             self._process = None
 
 
+def head_cpus() -> int:
+    """Return how many CPUs the job's own Ray offers: those this process may use, at least two."""
+    return max(2, len(os.sched_getaffinity(0)))
+
+
 def _head_command(temp_dir: Path) -> list[str]:
-    cpus = max(2, len(os.sched_getaffinity(0)))
     command = [
         *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head"),
         "--node-ip-address=127.0.0.1",
@@ -238,7 +242,7 @@ def _head_command(temp_dir: Path) -> list[str]:
         "--include-log-monitor=false",
         "--disable-usage-stats",
         "--no-monitor",
-        f"--num-cpus={cpus}",
+        f"--num-cpus={head_cpus()}",
         f"--object-store-memory={OBJECT_STORE_BYTES}",
         f"--temp-dir={temp_dir}",
     ]

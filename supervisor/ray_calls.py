@@ -110,6 +110,18 @@ def _is_local(address: str) -> bool:
     return True
 
 
+def gpus_here() -> int:
+    """Return how many GPUs Ray would find on this machine; what hides devices counts."""
+    from ray._private.accelerators import get_accelerator_manager_for_resource
+
+    manager = get_accelerator_manager_for_resource("GPU")
+    if manager is None:
+        return 0
+    hidden = manager.get_current_process_visible_accelerator_ids()
+    found: int = manager.get_current_node_num_accelerators()
+    return found if hidden is None else min(found, len(hidden))
+
+
 def shortage(
     bundle: Mapping[str, float], workers: int, placement: str, living: Sequence[Node]
 ) -> str | None:

@@ -30,13 +30,6 @@ SOON_S = 20.0
             id="shape",
             marks=full,
         ),
-        pytest.param(
-            {"trainer.task": "language_model", "trainer.data.path": ["missing.txt"]},
-            "SettingsError",
-            ["missing.txt does not exist"],
-            id="data",
-            marks=full,
-        ),
     ],
 )
 def test_a_mistake_that_shows_before_the_first_step_ends_the_job_at_once(
@@ -104,6 +97,26 @@ def test_a_worker_that_dies_without_end_spends_the_budget(job: MakeJob) -> None:
     assert (result["state"], result["exit_status"]) == ("FAILED", 3)
     assert "4 of 4 worker retries used" in result["reason"]
     assert result["step"] < EVERY_STEPS
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"trainer.task": "language_model", "trainer.data.path": ["no.txt"]}, "no.txt does not"),
+        ({"trainer.task": "nope:Line"}, "no module 'nope'"),
+        ({"cluster.workers": 64, "trainer.data.batch_size": 64}, "needs 64 CPUs, this machine has"),
+    ],
+)
+def test_what_check_finds_missing_is_said_before_anything_starts(
+    job: MakeJob, settings: dict[str, Any], said: str
+) -> None:
+    """Half a minute of Ray and workers went by before a missing file was named, with status 4."""
+    tiny = job(**settings)
+    for command in ("check",), ():
+        told = run(tiny, *command)
+        assert told.returncode == 2
+        assert said in told.stderr
+    assert not (tiny.run_dir / "embedded.json").exists()
 
 
 def test_every_mistake_in_the_settings_is_told_at_once(job: MakeJob) -> None:
