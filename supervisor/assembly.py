@@ -4,7 +4,6 @@ It connects; what happens is decided in `fsm` and done by the performers.
 """
 
 import asyncio
-import signal
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack, suppress
@@ -45,6 +44,7 @@ from supervisor.performers import Performers, start_of
 from supervisor.preflight import must_be_ready
 from supervisor.redis_address import address_of, take_password
 from supervisor.shipping import collect
+from supervisor.signals import Signals
 from supervisor.status import snapshot
 from supervisor.troubles import Troubles
 from supervisor.workers import silence
@@ -167,6 +167,7 @@ class _Assembly:
         self.following = settings
         self.password = ""
         self.is_renewed = False
+        self.signals = Signals(lambda number: self.daemon.interrupt(number))
         self.beats: dict[tuple[int, int], BeatMessage] = {}
         self.troubles = Troubles()
         self.embedded_redis: EmbeddedRedis | None = None
@@ -258,7 +259,7 @@ class _Assembly:
             on_action=daemon.note_action,
             on_bug=daemon.note_bug,
             on_change=daemon.wake,
-            on_connected=self._catch_signals,
+            on_connected=self.signals.catch,
             fence=self.lock.check,
         )
 
@@ -444,9 +445,8 @@ class _Assembly:
         assembly before this one had heard.
         """
         self.following, self.password = following, password
-        self._catch_signals()
-        for _ in range(stops):
-            self.daemon.interrupt(signal.SIGTERM)
+        self.signals.catch()
+        self.daemon.repeat_interrupts(stops)
         if self.inherited is None:
             (self.run_dir / RESULT_FILE).unlink(missing_ok=True)
         self._say_what_begins()
@@ -491,12 +491,6 @@ class _Assembly:
 
     async def _stop_listening(self, control: Control) -> None:
         await control.close(leave=self.daemon.superseded is not None)
-
-    def _catch_signals(self) -> None:
-        """Called again after each connection: Ray puts a handler of its own in front."""
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            loop.add_signal_handler(number, self.daemon.interrupt, number)
 
     def _say_what_begins(self) -> None:
         past = self.past

@@ -37,6 +37,7 @@ log = structlog.get_logger(__name__)
 
 JOURNAL_RETRY_S = 1.0
 STORY_LENGTH = 20
+ONE_SIGNAL_S = 1.0
 ROLL_RETRY_S = 60.0
 _ENDED = ("", *(state.name for state in TERMINAL))
 
@@ -93,6 +94,7 @@ class Daemon:
         self._actions: list[dict[str, Any]] = []
         self._bug: BaseException | None = None
         self.stops = 0
+        self._interrupted_at = -ONE_SIGNAL_S
         self._fence = fence
         self._roll_bytes = roll_bytes
         self._roll_again_at = 0.0
@@ -139,9 +141,26 @@ class Daemon:
         self._awake.set()
 
     def interrupt(self, number: int) -> None:
-        """A signal: the first asks for a drain, the second for the end at once."""
+        """A signal: the first asks for a drain, the second for the end at once.
+
+        What arrives within a second of the last one repeats it: a terminal that closes sends
+        SIGHUP twice, and a session manager SIGTERM and SIGHUP.
+        """
+        at = self.clock()
+        if at - self._interrupted_at < ONE_SIGNAL_S:
+            log.info("signal_repeated", signal=signal.Signals(number).name)
+            return
+        self._interrupted_at = at
         self.stops += 1
         log.warning("signal_received", signal=signal.Signals(number).name, times=self.stops)
+        self._stop()
+
+    def repeat_interrupts(self, stops: int) -> None:
+        """Heed as many signals as the run before this one had received."""
+        for self.stops in range(1, stops + 1):
+            self._stop()
+
+    def _stop(self) -> None:
         self.post(e.StopRequested(at=self.clock(), by="signal", now=self.stops > 1))
 
     def forget_rumours(self) -> None:

@@ -10,6 +10,7 @@ import time
 import psutil
 import pytest
 
+from supervisor.daemon import ONE_SIGNAL_S
 from supervisor.history import step_rows
 from tests.faults.conftest import MakeJob
 from tests.faults.harness import STEPS, Daemon, Job, Numbers, gone, run
@@ -189,6 +190,7 @@ def test_a_second_interrupt_ends_the_workers_at_once(job: MakeJob) -> None:
     daemon.until("first_step_taken")
     daemon.signal(signal.SIGINT)
     daemon.until("stop_requested", now=False)
+    time.sleep(ONE_SIGNAL_S)  # sooner it is the same one
     at = daemon.signal(signal.SIGINT)
     assert daemon.exit_status() == 75
     ended = tiny.events("workers_gone")[0]

@@ -114,6 +114,21 @@ def test_a_daemon_that_can_write_nothing_ends_at_the_second_signal_and_leaves_th
     assert not [call for call in calls if call.startswith(("kill", "release"))]
 
 
+def test_a_signal_twice_within_a_second_is_one(tmp_path: Path) -> None:
+    """A terminal that closes sends SIGHUP twice, 0.1 ms apart: the last save was lost."""
+
+    def hang_up(daemon: Daemon, cluster: SimCluster) -> None:
+        daemon.interrupt(signal.SIGHUP)
+        daemon.interrupt(signal.SIGHUP)
+
+    path = tmp_path / "journal.jsonl"
+    sim = simulate(path, Script(steps=10_000), meddle={12.0: hang_up})
+    assert sim.status == 75
+    moves = [record["event"] for record in read_journal(path) if record["kind"] == "move"]
+    assert [event["now"] for event in moves if event["event"] == "stop_requested"] == [False]
+    assert [event for event in moves if event["event"] == "workers_saved"]
+
+
 def test_a_daemon_whose_epoch_is_over_writes_nothing_and_orders_nothing(tmp_path: Path) -> None:
     """It was frozen while another took the job over; a crash is the first thing it hears of."""
     path = tmp_path / "journal.jsonl"
