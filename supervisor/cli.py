@@ -11,10 +11,12 @@ import textwrap
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
 from supervisor.errors import EverstepError, NotRunning, OperatorError
+from supervisor.output import in_background, make_tolerant
 from trainer import heartbeat
 from trainer.drills import KINDS
 from trainer.settings import SettingsError, read_settings
@@ -40,10 +42,16 @@ example:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
+    make_tolerant()
     options = _parser().parse_args(arguments)
+    with in_background() if options.command is run else nullcontext():
+        return _status_of(options)
+
+
+def _status_of(options: argparse.Namespace) -> int:
     command: Callable[[argparse.Namespace], int] = options.command
     try:
-        return command(options)
+        status = command(options)
     except SettingsError as error:
         for problem in error.problems:
             print(problem, file=sys.stderr)
@@ -51,15 +59,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except EverstepError as error:
         print(f"{error}", file=sys.stderr)
         return error.exit_status
-    except BrokenPipeError:  # whoever read our output has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+    except BrokenPipeError:  # the reader of our output has seen enough
+        status = 0
+    except OSError as error:
+        what = error.filename or "the output cannot be written"
+        print(f"{what}: {error.strerror or error}", file=sys.stderr)
+        status = 4 if command is run else 1
     except KeyboardInterrupt:
         return 75 if command is run else 130
     except Exception:
         traceback.print_exc()
         print("This is a bug of everstep; please report the lines above.", file=sys.stderr)
         return 70
+    return _flushed(status)
+
+
+def _flushed(status: int) -> int:
+    """Write out what is left, so that a closed or full destination is noticed here, not at exit."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):
+            print(f"the output cannot be written: {error.strerror}", file=sys.stderr)
+            return status or 1
+    return status
 
 
 # ------------------------------------------------------------------------------- commands
@@ -69,30 +93,37 @@ def run(options: argparse.Namespace) -> int:
     """Run the job in the foreground until it ends."""
     from supervisor.config import Settings, job_directory
     from supervisor.errors import DiskError
-    from supervisor.log import configure
+    from supervisor.log import LOG_FILE, configure
+    from supervisor.output import appended, errors_beside
 
     os.umask(0o077)  # whatever a run leaves is its owner's, and so is what our children leave
     config_path = Path(options.config).resolve()
     settings, origins = read_settings(Settings, options.config, options.set)
     terminal = sys.stdout.isatty() and not options.plain
     run_dir = job_directory(settings.job, config_path)
-    try:
-        configure(run_dir if terminal else None)
-    except OSError as error:
-        raise DiskError(
-            f"{run_dir} cannot be written ({error.strerror}); set job.run_dir to a place that can"
-        ) from error
+    with ExitStack() as stack:
+        if terminal:
+            try:
+                run_dir.mkdir(parents=True, exist_ok=True)
+                log = stack.enter_context(appended(run_dir / LOG_FILE))
+                stack.enter_context(errors_beside(run_dir / LOG_FILE))
+            except OSError as error:
+                raise DiskError(
+                    f"{run_dir} cannot be written ({error.strerror}); set job.run_dir to a place "
+                    "that can"
+                ) from error
+        configure(log if terminal else sys.stdout)
 
-    import asyncio
+        import asyncio
 
-    from supervisor.assembly import run_daemon
+        from supervisor.assembly import run_daemon
 
-    status: int = asyncio.run(
-        run_daemon(settings, origins, config_path, terminal, take_over=options.take_over)
-    )
-    if terminal:
-        _print_result(run_dir)
-    return status
+        status: int = asyncio.run(
+            run_daemon(settings, origins, config_path, terminal, take_over=options.take_over)
+        )
+        if terminal:
+            _print_result(run_dir)
+        return status
 
 
 def check(options: argparse.Namespace) -> int:

@@ -16,6 +16,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from supervisor.output import BackgroundStream
+
 # What `status --json` answers (DESIGN section 10), and beside it, each missing or None if unknown:
 # job (its name), loss, held_out_loss, unigram_entropy (nats a byte), tokens_per_s, step_s,
 # time_left_s, uptime_s, last_event {event, at, why}, retry_in_s, hint (one line for a newcomer),
@@ -80,10 +82,16 @@ class Display:
         with Live(console=self._console, auto_refresh=False, transient=False) as live:
             while True:
                 ending = self._stopped.is_set()
-                live.update(render(self._snapshot()), refresh=True)
+                # A terminal that has stopped gets the picture of the time when it goes on.
+                if ending or not self._is_behind():
+                    live.update(render(self._snapshot()), refresh=True)
                 if ending:
                     return
                 await self._pause(self._every_s)
+
+    def _is_behind(self) -> bool:
+        file = self._console.file
+        return isinstance(file, BackgroundStream) and file.is_behind
 
     async def _tell(self) -> None:
         told: tuple[object, ...] = ()

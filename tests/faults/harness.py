@@ -106,9 +106,12 @@ class Job:
         self.settings |= changed
         self.write(self.settings)
 
-    def start(self, *arguments: str) -> Daemon:
-        """`python -m supervisor --config job.toml`, and what more there is to say."""
-        daemon = Daemon(self, arguments)
+    def start(self, *arguments: str, stdout: int | None = None) -> Daemon:
+        """`python -m supervisor --config job.toml`, and what more there is to say.
+
+        It prints to a file, or to a descriptor `stdout`.
+        """
+        daemon = Daemon(self, arguments, stdout)
         self.daemons.append(daemon)
         return daemon
 
@@ -262,7 +265,7 @@ class Job:
 class Daemon:
     """One `python -m supervisor`, from its start to its exit status."""
 
-    def __init__(self, job: Job, arguments: tuple[str, ...]) -> None:
+    def __init__(self, job: Job, arguments: tuple[str, ...], stdout: int | None = None) -> None:
         self.job = job
         self.started_at = time.time()
         self.output = job.folder / f"daemon-{len(job.daemons) + 1}.log"
@@ -273,7 +276,7 @@ class Daemon:
                 cwd=job.folder,
                 env={**os.environ, MARK: job.mark},
                 stdin=subprocess.DEVNULL,
-                stdout=opened,
+                stdout=opened if stdout is None else stdout,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
