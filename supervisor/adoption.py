@@ -3,12 +3,15 @@
 Training has not stopped meanwhile, and nobody pays for the restart.
 """
 
+import asyncio
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import structlog
 
+from supervisor.cluster import ClusterError, ClusterOutOfReach
 from supervisor.daemon import Daemon
 from supervisor.fsm import effects as x
 from supervisor.fsm import events as e
@@ -20,6 +23,9 @@ from supervisor.replay import rebuild
 from supervisor.unfinished import unfinished
 
 log = structlog.get_logger(__name__)
+
+ADOPTION_LIMIT_S = 60.0
+ADOPTION_PAUSE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,23 +55,58 @@ def inherit(records: Sequence[Record]) -> Inheritance | None:
     return Inheritance(job=job, pending=pending, settings_digest=str(records[0].get("settings")))
 
 
+@contextmanager
+def leaving_workers_alone(daemon: Daemon) -> Iterator[None]:
+    """End the daemon, and nothing else, if the cluster is out of reach while it takes over.
+
+    Raises ClusterOutOfReach, or Superseded if a newer daemon has the job.
+    """
+    try:
+        yield
+    except ClusterError as error:
+        why = f"the cluster is out of reach: {error}"
+        remedy = "whatever trains was left alone, and the same command goes on with it"
+        daemon.note_superseded(ClusterOutOfReach(f"{why}; {remedy}"))
+        assert daemon.superseded is not None
+        raise daemon.superseded from error
+
+
 async def bring_down(daemon: Daemon, past: Past) -> None:
     """End what an earlier daemon left that nobody can go on with: another table, other settings.
 
     Workers that train save first, if they can: the next run restores what they had reached. Raises
-    ClusterError where something cannot be proven gone.
+    ClusterOutOfReach if that cannot be asked for, or something cannot be proven gone.
     """
     performers = daemon.performers
-    await performers.connect()
-    if past.state == State.RUNNING.name:
-        children = await performers.cluster.adopt(past.placement)
-        if children is not None and len(children.get(past.active, ())) == performers.workers:
-            outcome = await performers.save_stray(past.active)
-            told = outcome.to_dict()
-            log.info("drained_for_a_new_run", outcome=told.pop("event"), **told)
-        await performers.cluster.release(forget=False)
-    await performers.sweep()
+    with leaving_workers_alone(daemon):
+        await performers.connect()
+        if past.state == State.RUNNING.name:
+            children = await _adopt(daemon, past.placement)
+            if children is not None and len(children.get(past.active, ())) == performers.workers:
+                outcome = await performers.save_stray(past.active)
+                told = outcome.to_dict()
+                log.info("drained_for_a_new_run", outcome=told.pop("event"), **told)
+            await performers.cluster.release(forget=False)
+        await performers.sweep()
     daemon.forget_rumours()
+
+
+async def _adopt(daemon: Daemon, placement: int) -> dict[int, dict[int, int]] | None:
+    """Take over the slots; see `Cluster.adopt`. Ask again while there is doubt: it is no death.
+
+    Raises ClusterError after ADOPTION_LIMIT_S, or at the second signal to stop.
+    """
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + ADOPTION_LIMIT_S
+    while True:
+        try:
+            return await daemon.performers.cluster.adopt(placement)
+        except ClusterError as error:
+            over = loop.time() > deadline or daemon.stops > 1
+            if over or daemon.superseded is not None:
+                raise
+            log.warning("slots_not_adopted_yet", why=str(error), retry_s=ADOPTION_PAUSE_S)
+        await asyncio.sleep(ADOPTION_PAUSE_S)
 
 
 async def go_on(
@@ -78,17 +119,18 @@ async def go_on(
     """Adopt what lives and run the job to its end; see `Daemon.run`.
 
     `ended` is how workers ended that were orphans. The cluster must be connected. Raises
-    ClusterError where leftovers cannot be proven gone.
+    ClusterOutOfReach if it does not answer, or leftovers cannot be proven gone.
     """
     job, performers = inherited.job, daemon.performers
     performers.inherit(job)
     children = None
     has_slots = job.slots_placed and job.state not in TERMINAL
-    if has_slots:
-        children = await performers.cluster.adopt(job.placement)
-    if children is None:
-        await performers.sweep()
-    else:
+    with leaving_workers_alone(daemon):
+        if has_slots:
+            children = await _adopt(daemon, job.placement)
+        if children is None:
+            await performers.sweep()
+    if children is not None:
         performers.watch_over(job, children)
     adopted = tuple(
         (generation, rank, pid)

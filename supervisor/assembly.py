@@ -14,8 +14,14 @@ from typing import Any
 import structlog
 
 from supervisor import history
-from supervisor.adoption import Inheritance, bring_down, go_on, inherit
-from supervisor.cluster import ClusterError, RayCluster
+from supervisor.adoption import (
+    Inheritance,
+    bring_down,
+    go_on,
+    inherit,
+    leaving_workers_alone,
+)
+from supervisor.cluster import RayCluster
 from supervisor.config import Settings, job_directory
 from supervisor.control import Answer, Control, Request
 from supervisor.daemon import Clock, Daemon, header_of
@@ -459,14 +465,9 @@ class _Assembly:
                 stack.push_async_callback(self._stop_listening, control)
                 self._show(stack)
                 self._spawn(stack, self._look_at_epoch())
-                try:
-                    status = await self._run(stack)
-                    self.is_renewed = status is None
-                    return status
-                except ClusterError as error:
-                    if self.daemon.superseded is not None:
-                        raise self.daemon.superseded from error
-                    raise
+                status = await self._run(stack)
+                self.is_renewed = status is None
+                return status
         finally:
             self.daemon.journal.close()
 
@@ -536,7 +537,8 @@ class _Assembly:
         stack.push_async_callback(end)
 
     async def _go_on(self, inherited: Inheritance, stack: AsyncExitStack) -> int | None:
-        await self.daemon.performers.connect()
+        with leaving_workers_alone(self.daemon):
+            await self.daemon.performers.connect()
         self._watch(stack)
         ended = how_they_ended(self.run_dir, inherited.job.active)
         return await go_on(self.daemon, inherited, epoch=self.lock.epoch, ended=ended)

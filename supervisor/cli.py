@@ -33,7 +33,8 @@ exit status of a run:
   5   STOPPED by an operator (do not requeue; the same command resumes)
   70  a bug of ours
   73  another daemon runs this job
-  75  STOPPED by a signal or preemption (requeue: the same command resumes)
+  75  STOPPED by a signal or preemption, or the cluster was out of reach and its workers
+      were left alone (requeue: the same command resumes)
 
 example:
   python -m supervisor --config job.toml --set trainer.steps=200

@@ -76,6 +76,12 @@ class StaleEpoch(SlotRefused):
     """The slot serves a daemon of a later epoch: ours is over."""
 
 
+class ClusterOutOfReach(ClusterError):
+    """Ray, or a slot, gave no answer to a daemon that came back: it ends, and changes nothing."""
+
+    exit_status = 75
+
+
 class StartFailed(ClusterError):
     """Some ranks could not be started. What was started is left for `kill`."""
 
@@ -163,7 +169,8 @@ class Cluster(Protocol):
     async def adopt(self, placement: int) -> dict[int, dict[int, int]] | None:
         """Take over the slots that an earlier daemon placed; their children by generation, rank.
 
-        None where a slot is missing, or is about to end by itself.
+        None if a slot is missing, or is about to end by itself. Raises ClusterError while that
+        is in doubt; then nothing has changed, and it can be asked again.
         """
 
     async def start(self, generation: int, specs: Sequence[dict[str, Any]]) -> dict[int, int]:
@@ -343,7 +350,7 @@ class RayCluster:
         return self._slots
 
     async def adopt(self, placement: int) -> dict[int, dict[int, int]] | None:
-        """By exact name. Raises ClusterError where Ray does not answer."""
+        """By exact name. Raises ClusterError while Ray, or a slot that lives, does not answer."""
         name = f"{self._prefix}group:{placement}"
         group = await self._in_thread(_TABLE_LIMIT_S, ray_calls.find_group, name)
         if group is None:
@@ -359,10 +366,11 @@ class RayCluster:
             self._ask(name, actor, "describe", limit_s=_ORDER_LIMIT_S)
             for name, actor in zip(names, actors, strict=True)
         )
-        told = await asyncio.gather(*questions, return_exceptions=True)
-        answers = [one for one in told if not isinstance(one, BaseException)]
-        answers = [one for one in answers if not one.get("leaving")]  # as an orphan, on its own
-        if len(answers) < len(actors):
+        outcomes = await asyncio.gather(*questions, return_exceptions=True)
+        if any(isinstance(outcome, SlotDied) for outcome in outcomes):
+            return None
+        answers = [_or_raise(outcome) for outcome in outcomes]
+        if any(answer.get("leaving") for answer in answers):  # as an orphan, on its own
             return None
         self._settle(actors, answers, at)
         children: dict[int, dict[int, int]] = {}

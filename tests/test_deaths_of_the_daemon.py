@@ -5,6 +5,7 @@ Whatever it had decided and not done is done by the next one, once; the job ends
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,13 @@ from typing import Any
 import pytest
 
 import supervisor.journal
+from supervisor.cluster import ClusterError, ClusterOutOfReach
 from supervisor.fsm.job import Limits
 from supervisor.journal import archives, decode, encode, last_segment, read_journal
 from supervisor.past import past_of
 from supervisor.replay import replay_file
 from tests.sim.run import Meddling, MortalJournal, Sim, simulate
-from tests.sim.world import Fault, Script
+from tests.sim.world import Fault, Script, SimCluster
 from tests.test_scenarios import stop
 
 STANDBY = Limits(standby="generation")
@@ -196,6 +198,54 @@ def test_the_daemon_may_die_anywhere_in_a_journal_that_rolls_over(tmp_path: Path
         assert len(rows) == len(undisturbed.daemon.chronicle.recoveries()), line
         assert all(row["total_s"] is not None for row in rows), line
         assert replay_file(path).difference == "", line
+
+
+def doubt(monkeypatch: pytest.MonkeyPatch, seconds: float) -> list[SimCluster]:
+    """For so long after a daemon first asks for its slots, one of them does not answer."""
+    asked: list[SimCluster] = []
+    until: list[float] = []
+    adopt = SimCluster.adopt
+
+    async def late(self: SimCluster, placement: int) -> dict[int, dict[int, int]] | None:
+        now = asyncio.get_running_loop().time()
+        asked.append(self)
+        until.append(now + seconds)
+        await asyncio.sleep(5.0)
+        if now < until[0]:
+            raise ClusterError("the slot of rank 1 did not answer `describe` within 5.0 s")
+        return await adopt(self, placement)
+
+    monkeypatch.setattr(SimCluster, "adopt", late)
+    return asked
+
+
+def test_a_slot_that_answers_late_to_a_daemon_that_came_back_costs_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node was busy for half a minute: all healthy workers were ended, and charged for it."""
+    asked = doubt(monkeypatch, 30.0)
+    path = tmp_path / "journal.jsonl"
+    sim = simulate(path, Script(steps=600), die_after=14)
+    assert len(asked) > 3
+    assert sim.status == 0
+    assert sim.daemon.job.generation == 1
+    assert sim.cluster.calls.count("start 1") == 1
+    assert sim.daemon.job.spent == {}
+
+
+def test_a_cluster_that_stays_out_of_reach_ends_the_daemon_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray was slow for minutes. The daemon said that this was a bug of everstep, and on its way out
+    it stopped what still trained."""
+    asked = doubt(monkeypatch, 1e6)
+    path = tmp_path / "journal.jsonl"
+    with pytest.raises(ClusterOutOfReach, match="whatever trains was left alone") as caught:
+        simulate(path, Script(steps=5000), die_after=14)
+    assert caught.value.exit_status == 75
+    assert "release" not in asked[-1].calls
+    assert not any(call.startswith("kill") for call in asked[-1].calls)
+    assert past_of(last_segment(path)).state == "RUNNING"  # the same command goes on from here
 
 
 def orphans_ended(**facts: Any) -> dict[str, Any]:

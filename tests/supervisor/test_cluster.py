@@ -342,6 +342,29 @@ def test_a_slot_that_does_not_answer_is_doubted_not_buried(story: Story, run: Ru
     run(scenario())
 
 
+def test_slots_that_answer_late_are_asked_again_and_adopted(
+    story: Story, run: Run[Any], run_dir: Path
+) -> None:
+    """One slot took 6 s to describe itself, and the daemon that came back ended them all."""
+
+    async def scenario() -> None:
+        slots = await story.cluster.place(1, 60)
+        pids = await story.cluster.start(1, story.specs(1))
+        successor = Story(run_dir, epoch=2)
+        os.kill(slots[1].pid, signal.SIGSTOP)
+        try:
+            with pytest.raises(ClusterError, match="did not answer `describe`"):
+                await successor.cluster.adopt(1)
+        finally:
+            os.kill(slots[1].pid, signal.SIGCONT)
+        assert await successor.cluster.adopt(1) == {1: pids}
+        assert not any(map(is_gone, pids.values()))
+        assert successor.lost == []
+        await successor.cluster.release()
+
+    run(scenario())
+
+
 def test_a_failed_start_names_its_ranks(story: Story, run: Run[Any]) -> None:
     """One rank missing out of a thousand has to have a name."""
 
