@@ -13,7 +13,6 @@ from typing import Any
 
 import structlog
 
-from supervisor import history
 from supervisor.adoption import (
     Inheritance,
     bring_down,
@@ -45,6 +44,7 @@ from supervisor.heartbeats import (
 from supervisor.in_force import InForce, digest_of, keep, recall
 from supervisor.journal import JOURNAL_FILE, Journal
 from supervisor.lock import Lock, acquire
+from supervisor.metrics import StepSums, last_row
 from supervisor.past import Past, job_after, past_of, past_on_disk
 from supervisor.performers import Performers, start_of
 from supervisor.preflight import must_be_ready
@@ -69,6 +69,7 @@ LOOPBACK_ONLY = (
     'they cannot reach; name one that all can, redis_url = "redis://HOST:PORT"'
 )
 EPOCH_LOOK_S = 1.0
+STEPS_LOOK_S = 5.0
 _BEFORE_TRAINING = (State.PROVISIONING, State.INITIALIZING, State.RESTORING)
 TAKE_DOWN_LIMIT_S = 30.0
 
@@ -175,6 +176,7 @@ class _Assembly:
         self.is_renewed = False
         self.signals = Signals(lambda number: self.daemon.interrupt(number))
         self.beats: dict[tuple[int, int], BeatMessage] = {}
+        self.steps_done = StepSums(run_dir)
         self.troubles = Troubles()
         self.embedded_redis: EmbeddedRedis | None = None
         self._mending: asyncio.Task[None] | None = None
@@ -303,11 +305,11 @@ class _Assembly:
         failures = max(0, self.daemon.job.incidents - self.past.incidents)
         return round(seen_s / (1 + failures), 3)
 
-    def _result(self, effect: x.WriteResult) -> dict[str, Any]:
+    async def _result(self, effect: x.WriteResult) -> dict[str, Any]:
+        await asyncio.to_thread(self.steps_done.read)
+        last = self.steps_done.last or await asyncio.to_thread(last_row, self.run_dir) or {}
         daemon, job = self.daemon, self.daemon.job
         rows = daemon.chronicle.recoveries()
-        done = history.step_rows(self.run_dir)
-        last = done[max(done)] if done else {}
         return {
             "state": effect.state,
             "exit_status": effect.exit_status,
@@ -320,9 +322,7 @@ class _Assembly:
             "generations": job.generation,
             "failures": len(rows),
             "recoveries": rows,
-            "goodput": history.goodput(
-                self.run_dir, since=self.started_at, elapsed_s=self.clock() - self.started_at
-            ),
+            "goodput": self.steps_done.goodput(self.clock() - self.started_at),
         }
 
     # What comes in from outside
@@ -465,6 +465,7 @@ class _Assembly:
                 stack.push_async_callback(self._stop_listening, control)
                 self._show(stack)
                 self._spawn(stack, self._look_at_epoch())
+                self._spawn(stack, self._follow_steps())
                 status = await self._run(stack)
                 self.is_renewed = status is None
                 return status
@@ -489,6 +490,12 @@ class _Assembly:
         while True:
             await asyncio.sleep(EPOCH_LOOK_S)
             self.daemon.look_at_epoch()
+
+    async def _follow_steps(self) -> None:
+        """Little at a time, so that the end of a long run has little left to read."""
+        while True:
+            await asyncio.sleep(STEPS_LOOK_S)
+            await asyncio.to_thread(self.steps_done.read)
 
     async def _stop_listening(self, control: Control) -> None:
         await control.close(leave=self.daemon.superseded is not None)

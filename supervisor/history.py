@@ -1,13 +1,10 @@
 """What a run amounts to: recoveries with their split, and goodput. It only reads."""
 
-import json
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any, Self
 
 from supervisor.journal import Record
 
-METRICS_FILE = "metrics.jsonl"
 ROWS_KEPT = 1000  # recoveries of one run
 
 # Each stage of a recovery ends with the first of its events after the failure.
@@ -98,31 +95,3 @@ def _advance(row: dict[str, Any], event: dict[str, Any]) -> None:
     if event["event"] == "first_step_taken":
         row["resumed_step"] = event["step"]
         row["total_s"] = round(event["at"] - row["at"], 4)
-
-
-def step_rows(run_dir: Path) -> dict[int, dict[str, Any]]:
-    """metrics.jsonl by step, the highest generation winning; torn lines are left out."""
-    rows: dict[int, dict[str, Any]] = {}
-    try:
-        text = (run_dir / METRICS_FILE).read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return rows
-    for line in text.splitlines():
-        try:
-            row = json.loads(line)
-            step, generation = int(row["step"]), int(row["generation"])
-        except (ValueError, KeyError, TypeError):
-            continue
-        if step not in rows or generation >= rows[step]["generation"]:
-            rows[step] = row
-    return rows
-
-
-def goodput(run_dir: Path, *, since: float, elapsed_s: float) -> float | None:
-    """The share of the time since `since` (seconds since the epoch) spent on steps that count."""
-    useful_s = sum(
-        float(row.get("step_s") or 0.0)
-        for row in step_rows(run_dir).values()
-        if float(row.get("at") or 0.0) >= since
-    )
-    return round(min(1.0, useful_s / elapsed_s), 4) if elapsed_s > 0 else None

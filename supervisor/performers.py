@@ -5,7 +5,7 @@ handed to `on_bug` and ends the daemon.
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, Protocol
 
 import structlog
@@ -130,7 +130,7 @@ class Performers:
         clock: Callable[[], float],
         spec_of: Callable[[x.StartWorkers | x.PrepareStandby, int], dict[str, Any]],
         faults_of: Callable[[int], list[dict[str, Any]]] = lambda rank: [],
-        result_of: Callable[[x.WriteResult], dict[str, Any]],
+        result_of: Callable[[x.WriteResult], Awaitable[dict[str, Any]]],
         on_outcome: Callable[[e.Event], None],
         on_action: Callable[[dict[str, Any]], None],
         on_bug: Callable[[BaseException], None],
@@ -298,7 +298,7 @@ class Performers:
                     for generation in tuple(self.rosters):  # one that stood by ends with its slots
                         self._forget(generation)
             case x.WriteResult():
-                await self.disk.write_result(self.result_of(effect))
+                await self.disk.write_result(await self.result_of(effect))
             case _:
                 raise TypeError(f"no performer for {effect}")
         return None

@@ -1,14 +1,13 @@
 """What the files of a run tell when no daemon is there to ask. Reads only; guesses nothing."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
+from supervisor.metrics import last_row
+
 JOURNAL_FILE = "journal.jsonl"
-METRICS_FILE = "metrics.jsonl"
 RESULT_FILE = "result.json"
-_TAIL = 64 * 1024  # bytes
 _OF_AN_INCIDENT = ("number", "event", "cause", "ranks", "victims", "story")
 
 
@@ -24,7 +23,7 @@ def recorded_status(run_dir: Path) -> dict[str, Any] | None:
     moves = [record for record in segment if record["kind"] == "move"]
     last = moves[-1] if moves else {}
     event = last.get("event") or {}
-    metrics = last_metrics(run_dir) or {}
+    metrics = last_row(run_dir) or {}
     step = result.get("step")
     if step is None and "step" in metrics:
         step = metrics["step"] + 1  # the line names the step that was done, counted from 0
@@ -58,24 +57,6 @@ def read_result(run_dir: Path) -> dict[str, Any] | None:
     except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError):
         return None
     return result if isinstance(result, dict) else None
-
-
-def last_metrics(run_dir: Path) -> dict[str, Any] | None:
-    """The last whole line of metrics.jsonl."""
-    try:
-        with (run_dir / METRICS_FILE).open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))
-            lines = file.read().split(b"\n")[:-1]
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    for line in reversed(lines):
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        if isinstance(record, dict):
-            return record
-    return None
 
 
 def _segment(run_dir: Path) -> list[dict[str, Any]]:

@@ -27,9 +27,9 @@ import pytest
 
 from supervisor.control import ask, socket_path
 from supervisor.fsm.events import FAILURES
-from supervisor.history import step_rows
 from supervisor.journal import read_journal
 from supervisor.lock import is_held
+from supervisor.metrics import METRICS_FILE
 from supervisor.recorded import read_result
 from supervisor.replay import replay_file
 from supervisor.story import tell
@@ -79,6 +79,21 @@ class Figures:
     def add(self, name: str, value: float, note: str = "") -> None:
         """Keep one measurement."""
         self.rows.append((name, value, note))
+
+
+def step_rows(run_dir: Path) -> dict[int, dict[str, Any]]:
+    """metrics.jsonl by step, the highest generation winning; torn lines are left out."""
+    rows: dict[int, dict[str, Any]] = {}
+    path = run_dir / METRICS_FILE
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
+        try:
+            row = json.loads(line)
+            step, generation = int(row["step"]), int(row["generation"])
+        except (ValueError, KeyError, TypeError):
+            continue
+        if step not in rows or generation >= rows[step]["generation"]:
+            rows[step] = row
+    return rows
 
 
 class Job:

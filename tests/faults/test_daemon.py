@@ -11,9 +11,8 @@ import psutil
 import pytest
 
 from supervisor.daemon import ONE_SIGNAL_S
-from supervisor.history import step_rows
 from tests.faults.conftest import MakeJob
-from tests.faults.harness import STEPS, Daemon, Job, Numbers, gone, run
+from tests.faults.harness import STEPS, Daemon, Job, Numbers, gone, run, step_rows
 from trainer.processes import Identity, look
 
 full = pytest.mark.full

@@ -177,7 +177,7 @@ async def _life(
             timers=daemon.timers,
             clock=clock,
             spec_of=_spec,
-            result_of=lambda effect: effect.to_dict(),
+            result_of=_result,
             on_outcome=daemon.post,
             on_action=daemon.note_action,
             on_bug=daemon.note_bug,
@@ -264,6 +264,10 @@ async def _life(
         records=list(read_history(path)),
         virtual_s=loop.time(),
     )
+
+
+async def _result(effect: x.WriteResult) -> dict[str, Any]:
+    return effect.to_dict()
 
 
 def _spec(effect: x.StartWorkers | x.PrepareStandby, rank: int) -> dict[str, Any]:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 
-from supervisor.history import goodput, recoveries, step_rows
+from supervisor.history import recoveries
 from supervisor.journal import read_journal
 from supervisor.past import past_of
 from tests.test_scenarios import TRACES
@@ -32,20 +29,6 @@ def test_an_incident_that_ends_the_job_has_no_total() -> None:
 def test_a_stop_is_no_recovery() -> None:
     """Failures are counted from these rows."""
     assert recoveries(read_journal(TRACES / "stopped_by_an_operator.jsonl")) == []
-
-
-def test_the_highest_generation_wins_a_step(tmp_path: Path) -> None:
-    """What was done twice counts once; a torn line counts not at all."""
-    rows = [
-        {"generation": 1, "step": 0, "step_s": 1.0, "at": 10.0},
-        {"generation": 2, "step": 1, "step_s": 2.0, "at": 30.0},
-        {"generation": 1, "step": 1, "step_s": 9.0, "at": 20.0},
-    ]
-    text = "\n".join(json.dumps(row) for row in rows) + '\n{"generation": 3, "st'
-    (tmp_path / "metrics.jsonl").write_text(text)
-    assert {step: row["step_s"] for step, row in step_rows(tmp_path).items()} == {0: 1.0, 1: 2.0}
-    assert goodput(tmp_path, since=0.0, elapsed_s=6.0) == 0.5
-    assert goodput(tmp_path, since=15.0, elapsed_s=4.0) == 0.5
 
 
 def test_what_is_past_is_read_without_the_table_that_wrote_it() -> None:
