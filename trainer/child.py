@@ -48,6 +48,7 @@ _PIPE_BYTES = 1 << 20
 _CHUNK_BYTES = 1 << 16
 _TAIL_BYTES = 1 << 14
 _GROUP_LIMIT_S = 5.0
+_LOADING_LOOKS = 20
 
 
 class ChildError(Exception):
@@ -122,11 +123,12 @@ class Child:
         self.survivors: tuple[Identity, ...] = ()
         self._publish = publish
         self._gone = threading.Event()
-        self._stdin_lock = threading.Lock()
+        self._has_ended = False
+        self._orders_lock = threading.Lock()
         if spare is not None:
-            self._process, self._reports, no_log = spare.process, spare.reports, ""
+            self._spawned = spare.spawned
         else:
-            self._process, self._reports, no_log = _spawn(
+            self._spawned = _spawn(
                 command,
                 log_file=launch.log_path,
                 run_dir=launch.run_dir,
@@ -134,13 +136,13 @@ class Child:
                 directory=launch.config_dir,
                 base_environment=base_environment,
             )
-        row = look(self._process.pid)
+        row = look(self._spawned.process.pid)
         assert row is not None, "a child that is not reaped has a line in /proc"
         self.identity = row.identity
         self._attendant = threading.Thread(
             target=self._attend, name=f"child-{self.identity.pid}", daemon=True
         )
-        if no_log:
+        if spare is None and (no_log := self._spawned.no_log):
             self._publish({"report": "disk", "at": time.time(), "what": "log", "why": no_log})
         self._attendant.start()
         with contextlib.suppress(OSError):  # it says so itself
@@ -182,16 +184,15 @@ class Child:
 
     def _write(self, line: str) -> None:
         data = line.encode() + b"\n"
-        with self._stdin_lock:
-            assert self._process.stdin is not None
-            if self._process.stdin.closed:
+        with self._orders_lock:
+            if self._has_ended:
                 raise ChildError(f"pid {self.identity.pid} has ended")
             try:
-                written = os.write(self._process.stdin.fileno(), data)
+                written = os.write(self._spawned.orders, data)
             except BlockingIOError:
                 written = 0
             except BrokenPipeError:
-                raise ChildError(f"pid {self.identity.pid} has closed its standard input") from None
+                raise ChildError(f"pid {self.identity.pid} reads no orders any more") from None
         if written != len(data):
             raise ChildError(f"pid {self.identity.pid} does not read its orders")
 
@@ -201,24 +202,24 @@ class Child:
         ended = os.pidfd_open(self.identity.pid)
         poll = select.poll()
         poll.register(ended, select.POLLIN)
-        poll.register(self._reports, select.POLLIN)
+        poll.register(self._spawned.reports, select.POLLIN)
         while True:
             ready = {descriptor for descriptor, _ in poll.poll()}
-            if self._reports in ready and not lines.read(self._reports):
-                poll.unregister(self._reports)
+            if self._spawned.reports in ready and not lines.read(self._spawned.reports):
+                poll.unregister(self._spawned.reports)
             if ended in ready:
                 break
         # What it wrote before its end comes before its end. A pipe holds 1 MiB at most, so that
         # a grandchild which goes on writing cannot keep us here.
         for _ in range(_PIPE_BYTES // _CHUNK_BYTES):
-            if not lines.read(self._reports):
+            if not lines.read(self._spawned.reports):
                 break
-        status = self._process.wait()
+        status = self._spawned.process.wait()
         os.close(ended)
-        os.close(self._reports)
-        with self._stdin_lock:
-            assert self._process.stdin is not None
-            self._process.stdin.close()
+        os.close(self._spawned.reports)
+        with self._orders_lock:
+            self._has_ended = True
+            os.close(self._spawned.orders)
         self.exit = {
             "report": "exit",
             "at": time.time(),
@@ -259,11 +260,22 @@ class Child:
         adopted = [
             row
             for row in rows.values()
-            if row.parent == os.getpid() and environment(row.identity.pid).get(GENERATION) == mark
+            if row.parent == os.getpid() and _generation_of(row) == mark
         ]
         roots = {row.identity.pid: row for row in session + adopted}
         below = {row.identity.pid: row for row in descendants(roots, rows)}
         return [row for row in (roots | below).values() if row.is_alive and row.identity.pid != pid]
+
+
+def _generation_of(row: Row) -> str | None:
+    """The mark in its environment, which is empty for a moment while a program is being loaded."""
+    for _ in range(_LOADING_LOOKS):
+        if marks := environment(row.identity.pid):
+            return marks.get(GENERATION)
+        if not is_alive(row.identity):
+            break
+        time.sleep(0.001)
+    return None
 
 
 class _Lines:
@@ -317,7 +329,7 @@ class Spare:
     def __init__(
         self, command: Sequence[str], run_dir: Path, base_environment: Mapping[str, str]
     ) -> None:
-        self.process, self.reports, _ = _spawn(
+        self.spawned = _spawn(
             [*command, "--spare"],
             log_file=run_dir / "logs" / "spares" / f"slot-{os.getpid()}.log",
             run_dir=run_dir,
@@ -328,15 +340,25 @@ class Spare:
 
     def is_alive(self) -> bool:
         """Whether it still waits."""
-        return self.process.poll() is None
+        return self.spawned.process.poll() is None
 
     def end(self) -> None:
         """Kill and reap it; harmless for one that is gone."""
-        self.process.kill()
-        self.process.wait()
-        for descriptor in (self.reports,):
+        self.spawned.process.kill()
+        self.spawned.process.wait()
+        for descriptor in (self.spawned.reports, self.spawned.orders):
             with contextlib.suppress(OSError):
                 os.close(descriptor)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Spawned:
+    """A process with our ends of its two pipes. `no_log`: why it has no log, "" if it has one."""
+
+    process: subprocess.Popen[bytes]
+    reports: int
+    orders: int
+    no_log: str
 
 
 def _spawn(
@@ -347,36 +369,38 @@ def _spawn(
     generation: str,
     directory: Path,
     base_environment: Mapping[str, str],
-) -> tuple[subprocess.Popen[bytes], int, str]:
-    """The process, the pipe of its reports, and why it has no log, "" where it has one."""
+) -> _Spawned:
+    """Start a process. Orders and reports have pipes of their own: its standard input is empty,
+    so that whatever the task starts or forks can neither read an order nor lose one."""
     log, no_log = open_log(log_file)
     reports, child_reports = os.pipe()
+    child_orders, orders = os.pipe()
     marks = {RUN: str(run_dir), SLOT: slot_mark(), GENERATION: generation}
     try:
         with contextlib.suppress(PermissionError):  # a user has a limit; less will do
             fcntl.fcntl(child_reports, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         process = subprocess.Popen(
-            [*command, "--reports", str(child_reports)],
-            stdin=subprocess.PIPE,
+            [*command, "--reports", str(child_reports), "--orders", str(child_orders)],
+            stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            bufsize=0,
             cwd=directory,
             env={**base_environment, **marks},
-            pass_fds=(child_reports,),
+            pass_fds=(child_reports, child_orders),
             start_new_session=True,
         )
     except OSError as error:
         os.close(reports)
+        os.close(orders)
         raise ChildError(f"{command[0]} cannot be started: {error}") from error
     finally:
         os.close(child_reports)
+        os.close(child_orders)
         os.close(log)
-    assert process.stdin is not None
     # A child that is stopped must never stop its slot.
-    os.set_blocking(process.stdin.fileno(), False)
+    os.set_blocking(orders, False)
     os.set_blocking(reports, False)
-    return process, reports, no_log
+    return _Spawned(process=process, reports=reports, orders=orders, no_log=no_log)
 
 
 def open_log(path: Path) -> tuple[int, str]:

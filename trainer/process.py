@@ -1,8 +1,9 @@
-"""The JAX process of one rank of one generation: `python -m trainer.process --reports FD`.
+"""The JAX process of one rank and generation: `python -m trainer.process --reports FD --orders FD`.
 
-With `--spare` it imports all that it will need, and is told later whose rank it is.
-Takes its spec and orders as JSON lines on standard input, writes reports as JSON lines to FD, and
-ends only by a signal, by `os._exit`, or with its parent: never through JAX's barriers at exit.
+With `--spare` it imports all that it will need, and is told later which rank it is.
+Reads its spec and orders as JSON lines from one descriptor, writes reports as JSON lines to the
+other, and ends only by a signal, by `os._exit`, or with its parent: never through JAX's barriers at
+exit. Both descriptors are its own: no process that the task starts or forks reads or reports.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -47,15 +49,18 @@ _START_PHASES = frozenset({"initialize", "compile", "restore"})
 
 
 class Reports:
-    """The pipe to the slot: one write a report, from any thread."""
+    """The pipe to the slot: one write per report, from any thread of this process alone."""
 
     def __init__(self, descriptor: int) -> None:
-        os.set_inheritable(descriptor, False)  # a child of the task must not keep it open
+        os.set_inheritable(descriptor, False)  # a program that the task starts must not have it
         self._descriptor = descriptor
         self._lock = threading.Lock()
+        self._pid = os.getpid()
 
     def send(self, report: str, **fields: Any) -> None:
-        """Write one report; a reader that is gone ends the process."""
+        """Write one report; a reader that is gone ends the process. Silent in a forked copy."""
+        if os.getpid() != self._pid:
+            return
         line = json.dumps({"report": report, "at": time.time(), **fields}) + "\n"
         with self._lock:
             try:
@@ -85,18 +90,35 @@ class DiskNews:
 
 
 class WorkerBeat(Beat):
-    """A beat that also tells of the phases of a start, and lets drills strike where they should."""
+    """A beat that also reports the phases of a start, and triggers drills in the phase they name.
+
+    A forked copy of the process has no part in it: one that comes back into the loop ends here,
+    since it would train, write and save as the rank does.
+    """
 
     def __init__(self, path: str, reports: Reports, drills: Drills) -> None:
         super().__init__(path)
         self._reports, self._drills = reports, drills
+        self._pid = os.getpid()
 
     def enter(self, phase: str, step: int | None = None) -> None:
         """Begin a phase; see `Beat.enter`."""
+        if os.getpid() != self._pid:
+            print(
+                f"pid {os.getpid()} was forked by the task of pid {self._pid} and came back into "
+                "its loop: end such a process by os._exit, or use multiprocessing",
+                file=sys.stderr,
+            )
+            os._exit(1)
         super().enter(phase, step)
         if phase in _START_PHASES:
             self._reports.send("phase", phase=phase)
         self._drills.entered(phase, self.step)
+
+    def tick(self) -> None:
+        """See `Beat.tick`; a forked copy makes no progress for its rank."""
+        if os.getpid() == self._pid:
+            super().tick()
 
 
 class Orders:
@@ -120,6 +142,7 @@ class Worker:
 
     def __init__(self, spec: WorkerSpec, reports: Reports, disk: DiskNews) -> None:
         self.spec, self.reports, self.disk = spec, reports, disk
+        self._pid = os.getpid()
         self._point = spec.restore_point
         self._stepped = False
         self.orders = Orders()
@@ -135,6 +158,8 @@ class Worker:
         try:
             self._train()
         except BaseException as error:  # reported in full: the process ends with it
+            if os.getpid() != self._pid:
+                _end_forked(error)
             try:
                 self._report_error(error)
             finally:
@@ -522,6 +547,7 @@ def main() -> None:
     _log_plainly()
     arguments = argparse.ArgumentParser(prog="python -m trainer.process", description=__doc__)
     arguments.add_argument("--reports", type=int, required=True, metavar="FD")
+    arguments.add_argument("--orders", type=int, required=True, metavar="FD")
     arguments.add_argument("--spare", action="store_true", help="import first, then wait")
     options = arguments.parse_args()
     reports = Reports(options.reports)
@@ -530,10 +556,10 @@ def main() -> None:
         stream.on_change = functools.partial(disk.tell, "log")
     faulthandler.enable(all_threads=False)  # short: the tail of the log must show the cause
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    for number in (signal.SIGTERM, signal.SIGINT):  # workers are ended by SIGKILL only
-        signal.signal(number, signal.SIG_IGN)
+    _stay_at_signals()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a drill's SIGSEGV leaves no core file
-    orders = sys.stdin.buffer
+    os.set_inheritable(options.orders, False)
+    orders = os.fdopen(options.orders, "rb")
     if options.spare:
         reports.send("started", pid=os.getpid())
         _import_everything()
@@ -561,6 +587,45 @@ def main() -> None:
     worker = Worker(spec, reports, disk)
     threading.Thread(target=worker.obey, args=(orders,), name="orders", daemon=True).start()
     worker.run()
+
+
+_DEFAULTS: Mapping[int, Any] = {
+    signal.SIGTERM: signal.SIG_DFL,
+    signal.SIGINT: signal.default_int_handler,
+}
+
+
+def _stay_at_signals() -> None:
+    """Let SIGTERM and SIGINT end what the task starts or forks, but not this process.
+
+    Workers are ended by SIGKILL only. A signal that is ignored would stay ignored in every program
+    that the task starts; one that has a handler is reset by exec, and here after a fork.
+    """
+    for number in _DEFAULTS:
+        signal.signal(number, _stay)
+        signal.siginterrupt(number, False)  # libraries are not used to interrupted calls
+    os.register_at_fork(after_in_child=_restore_signals)
+
+
+def _stay(number: int, frame: Any) -> None:
+    """Do nothing; the handler itself is what counts."""
+
+
+def _restore_signals() -> None:
+    for number, default in _DEFAULTS.items():
+        if signal.getsignal(number) is _stay:  # the task may have a handler of its own
+            signal.signal(number, default)
+
+
+def _end_forked(error: BaseException) -> None:
+    """End a forked copy of the process as Python would, without its exit handlers: JAX's are for
+    the rank, which goes on."""
+    status = 1
+    if isinstance(error, SystemExit):
+        status = error.code if isinstance(error.code, int) else int(error.code is not None)
+    else:
+        traceback.print_exception(error)
+    os._exit(status & 0xFF)
 
 
 def _finite(value: float | None) -> float | None:

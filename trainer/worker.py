@@ -191,7 +191,7 @@ class ResilientWorker:
 
     @answers
     def order(self, epoch: int, generation: int, order: str) -> dict[str, Any]:
-        """Pass an order on to a child's standard input."""
+        """Pass an order on to a child."""
         self._admit(epoch)
         self._child(generation).order(order)
         return {"pid": self._child(generation).identity.pid}

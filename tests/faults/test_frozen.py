@@ -183,8 +183,7 @@ def test_a_worker_that_wakes_two_generations_later_changes_nothing_and_ends(
         (third,) = world.launch(generation=3, world_size=1, restore_point=point)
         done = third.until("completed")
         files = files_that_count(world.job_dir)
-        assert old.process.stdin is not None
-        old.process.stdin.close()  # its slot is long gone
+        old.hang_up()  # its slot is long gone
         old.signal(signal.SIGCONT)
         assert old.process.wait(20) == 0
         assert files_that_count(world.job_dir) == files

@@ -55,21 +55,25 @@ class Rank:
         self.reports: list[Report] = []
         self._arrived: queue.SimpleQueue[Report] = queue.SimpleQueue()
         reading, writing = os.pipe()
+        ordered, ordering = os.pipe()
         env = worker_environment(1, 0, os.environ)
         with log.open("wb") as opened:
             self.process = subprocess.Popen(
                 [
                     *(sys.executable, "-m", "trainer.process", "--reports", str(writing)),
+                    *("--orders", str(ordered)),
                     *([] if spec else ["--spare"]),
                 ],
-                stdin=subprocess.PIPE,
+                stdin=subprocess.DEVNULL,
                 stdout=opened,
                 stderr=subprocess.STDOUT,
-                pass_fds=(writing,),
+                pass_fds=(writing, ordered),
                 start_new_session=True,
                 env={**env, **({"PYTHONPATH": python_path} if python_path else {})},
             )
         os.close(writing)
+        os.close(ordered)
+        self._orders = os.fdopen(ordering, "wb")
         self._reader = threading.Thread(target=self._read, args=(reading,), daemon=True)
         self._reader.start()
         if spec is not None:
@@ -77,12 +81,14 @@ class Rank:
 
     def order(self, order: dict[str, Any]) -> None:
         """Write one JSON line to the process."""
-        assert self.process.stdin is not None
-        try:
-            self.process.stdin.write((json.dumps(order) + "\n").encode())
-            self.process.stdin.flush()
-        except BrokenPipeError:
-            pass  # it is dead; its reports say why
+        with contextlib.suppress(BrokenPipeError):  # it is dead; its reports say why
+            self._orders.write((json.dumps(order) + "\n").encode())
+            self._orders.flush()
+
+    def hang_up(self) -> None:
+        """Close the pipe of orders, as a slot that dies does."""
+        with contextlib.suppress(BrokenPipeError):
+            self._orders.close()
 
     def until(self, *kinds: str, where: Callable[[Report], bool] = lambda _: True) -> Report:
         """The next report of one of these kinds; "exit" comes when the process is gone."""
@@ -114,9 +120,7 @@ class Rank:
         """Kill, reap, and read what was still in the pipe."""
         self.signal(signal.SIGKILL)
         self.process.wait()
-        assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.close()
+        self.hang_up()
         self._reader.join(10)
 
     def _read(self, reading: int) -> None:

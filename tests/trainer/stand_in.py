@@ -17,22 +17,24 @@ from typing import Any
 
 
 def main() -> None:
-    """Read the spec, then carry out orders until standard input closes."""
+    """Read the spec, then carry out orders until their pipe closes."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     faulthandler.register(signal.SIGUSR1)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     parser = argparse.ArgumentParser()
     parser.add_argument("--reports", type=int)
-    descriptor = parser.parse_args().reports
+    parser.add_argument("--orders", type=int)
+    options = parser.parse_args()
+    descriptor, orders = options.reports, os.fdopen(options.orders)
 
     def report(kind: str, **fields: object) -> None:
         line = json.dumps({"report": kind, "at": time.time(), **fields})
         os.write(descriptor, line.encode() + b"\n")
 
-    spec = json.loads(sys.stdin.readline())
+    spec = json.loads(orders.readline())
     print(f"rank {spec['rank']} of generation {spec['generation']} has started", flush=True)
     report("started", pid=os.getpid(), coordinator=spec.get("coordinator"))
-    for line in iter(sys.stdin.readline, ""):
+    for line in iter(orders.readline, ""):
         order = json.loads(line)
         _obey(order, report)
     os._exit(0)

@@ -373,8 +373,7 @@ def test_a_process_ends_with_the_pipe_of_its_slot(world: World) -> None:
     """Nobody reads the reports of an orphan (skypilot#9672)."""
     ranks = world.launch(world_size=1, faults={0: [fault("sleep", phase="initialize")]})
     ranks[0].until("drill")
-    assert ranks[0].process.stdin is not None
-    ranks[0].process.stdin.close()
+    ranks[0].hang_up()
     assert ranks[0].until("exit")["status"] == 0
 
 

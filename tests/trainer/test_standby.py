@@ -263,8 +263,7 @@ def test_a_spare_ends_with_its_slot(world: World) -> None:
     """A process that nobody will ever use must not outlive its owner."""
     (spare,) = world.spares(1)
     spare.until("started")
-    assert spare.process.stdin is not None
-    spare.process.stdin.close()
+    spare.hang_up()
     assert spare.until("exit")["status"] == 0
 
 
