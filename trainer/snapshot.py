@@ -19,6 +19,7 @@ import stat
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -254,6 +255,17 @@ def _choices(bodies: _Chosen, wanted: Wanted | None) -> Iterator[_Chosen]:
             yield chosen
 
 
+def _read_all(file: FileIO, data: NDArray[np.uint8]) -> bool:
+    """Fill `data`; False at an early end. One call reads 2 GiB at most (Linux)."""
+    rest = data.data
+    while rest:
+        count = file.readinto(rest)
+        if not count:
+            return False
+        rest = rest[count:]
+    return True
+
+
 def _index(leaf: Mapping[str, Any]) -> Index:
     return tuple((int(start), int(stop)) for start, stop in leaf["index"])
 
@@ -267,7 +279,7 @@ def _pieces(path: Path, body: Mapping[str, Any], wanted: Wanted | None) -> Itera
                     continue
                 data = np.empty(leaf["bytes"], np.uint8)
                 file.seek(leaf["offset"])
-                if file.readinto(data.data) != len(data):
+                if not _read_all(file, data):
                     raise SnapshotRejected(path, "its data is shorter than written")
                 if crc32(data) != leaf["crc32"]:
                     text = f"leaf {name} has another checksum than when written"

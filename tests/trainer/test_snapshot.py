@@ -396,3 +396,29 @@ def test_listing_costs_less_than_a_millisecond(directory: Path) -> None:
         assert len(snapshot.list_snapshots(directory)) == 6
         durations.append(time.perf_counter() - started)
     assert min(durations) < 1e-3
+
+
+def test_a_leaf_above_two_gigabytes_comes_back(directory: Path) -> None:
+    """One read gives 2 GiB at most: every snapshot of a larger leaf was "shorter than written" and
+    rejected when it was needed. The file here is sparse.
+    """
+    write(directory, 1)
+    path = next(directory.glob("g1-s1-*.json"))
+    body = json.loads(path.read_bytes().partition(b"\n")[0])
+    size = 2**31 + 4096
+    with (directory / body["data"]).open("r+b") as file:
+        file.truncate(0)
+        file.truncate(size)
+        file.seek(size - 1)
+        file.write(b"\x07")
+    checksum, block = 0, bytes(1 << 20)
+    for _ in range(2**31 >> 20):
+        checksum = zlib.crc32(block, checksum)
+    checksum = zlib.crc32(bytes(4095) + b"\x07", checksum)
+    leaf = {"name": "large", "form": f"uint8[{size}]", "index": [[0, size]], "offset": 0}
+    body.update(bytes=size, leaves=[{**leaf, "bytes": size, "crc32": checksum}])
+    text = json.dumps(body).encode()
+    path.write_bytes(b"%s\n%08x\n" % (text, zlib.crc32(text)))
+    found, _ = snapshot.load_pieces(directory, 1, 1)
+    values = found.read("large", ((0, size),))
+    assert (values[0], values[-1]) == (0, 7)
