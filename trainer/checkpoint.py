@@ -32,6 +32,7 @@ from trainer.pieces import (
     NotHeld,
     Piece,
     Wanted,
+    as_bytes,
     extent,
     form,
     holds_all,
@@ -51,6 +52,9 @@ VERIFIED, FAILED = ".verified", ".failed"
 """How a rank says beside its part that it is on the disk and was read back, or will never be."""
 
 _LOOK_S = 0.02
+_STORED_AS_BYTES = frozenset({"uint2", "uint4", "float8_e4m3"})
+"""Types that TensorStore, to which Orbax writes, does not know; a byte an element in numpy."""
+
 _PART = re.compile(r"part-\d+-of-\d+")
 
 Meta = dict[str, Any]
@@ -113,7 +117,7 @@ def digests(host: Host) -> tuple[dict[str, str], dict[str, str], str]:
     forms: dict[str, str] = {}
     total = hashlib.sha256()
     for name, leaf in named_leaves(host):
-        data = np.ascontiguousarray(leaf).tobytes()
+        data = as_bytes(leaf)
         by_leaf[name] = hashlib.sha256(data).hexdigest()
         forms[name] = form(leaf.dtype, leaf.shape)
         total.update(f"{name}\0{forms[name]}\0".encode())
@@ -460,8 +464,25 @@ def _write(path: Path, host: Host, meta: Meta) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     _checkpointer().save(
         path,
-        args=ocp.args.Composite(state=ocp.args.StandardSave(host), meta=ocp.args.JsonSave(meta)),
+        args=ocp.args.Composite(
+            state=ocp.args.StandardSave(jax.tree.map(_stored, host)), meta=ocp.args.JsonSave(meta)
+        ),
     )
+
+
+def _stored(leaf: Any) -> Any:
+    """What stands on the disk for a leaf that Orbax (0.12.8) cannot write; others as they are."""
+    if leaf.size == 0:
+        return np.zeros(1, np.uint8)
+    return leaf.view(np.uint8) if leaf.dtype.name in _STORED_AS_BYTES else leaf
+
+
+def _loaded(target: Any, stored: Any) -> Any:
+    """The leaf for which `_stored` wrote this."""
+    if target.size == 0:
+        return np.empty(target.shape, target.dtype)
+    values = np.asarray(stored)
+    return values.view(target.dtype) if target.dtype.name in _STORED_AS_BYTES else values
 
 
 def _committed(step: int, path: Path, started: float) -> Committed:
@@ -475,7 +496,7 @@ def _part_name(part: int, parts: int) -> str:
 
 
 def _sha256(values: Any) -> str:
-    return hashlib.sha256(np.ascontiguousarray(values).tobytes()).hexdigest()
+    return hashlib.sha256(as_bytes(values)).hexdigest()
 
 
 def _mark(path: Path, text: str = "done") -> None:
@@ -502,11 +523,18 @@ def _read_meta(path: Path) -> Meta:
 def _read_state(path: Path, target: Host) -> Host:
     import orbax.checkpoint as ocp
 
-    blank = jax.tree.map(lambda leaf: _blank(leaf.dtype, whole(leaf.shape)), target)
+    blank = jax.tree.map(_stored_blank, target)
     restored = _checkpointer().restore(
         path, args=ocp.args.Composite(state=ocp.args.StandardRestore(blank))
     )
-    return jax.tree.map(lambda _, leaf: np.asarray(leaf), target, restored.state)
+    return jax.tree.map(_loaded, target, restored.state)
+
+
+def _stored_blank(leaf: Any) -> Any:
+    if leaf.size == 0:
+        return _stored(leaf)
+    dtype = np.uint8 if leaf.dtype.name in _STORED_AS_BYTES else leaf.dtype
+    return _blank(dtype, whole(leaf.shape))
 
 
 def _flush_tree(path: Path) -> None:

@@ -98,6 +98,14 @@ def index_of(slices: Sequence[slice], shape: Sequence[int]) -> Index:
     )
 
 
+def as_bytes(values: Any) -> memoryview:
+    """The bytes of an array, flat, as a view where its memory is contiguous.
+
+    Hashing it lets other threads run; `tobytes` would copy it and hold the interpreter meanwhile.
+    """
+    return np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
+
+
 def form(dtype: Any, shape: Sequence[int]) -> str:
     """Dtype and shape as text: "float32[2,3]"."""
     return f"{np.dtype(dtype).name}[{','.join(str(length) for length in shape)}]"

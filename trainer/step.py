@@ -80,6 +80,10 @@ class Programs:
     compare: Callable[[State], Any] | None = None
     guarded: bool = False
 
+    def __post_init__(self) -> None:
+        for program in (self.train, self.evaluate, self.compare):
+            _accept_narrow_types(program)
+
     def step(
         self, state: State, batch: Batch, limit: float = np.inf
     ) -> tuple[State, Mapping[str, Any]]:
@@ -87,6 +91,18 @@ class Programs:
         if self.guarded:
             return self.train(state, batch, np.float32(limit))
         return self.train(state, batch)
+
+
+def _accept_narrow_types(program: Any) -> None:
+    """Let a compiled program take numbers of less than a byte, such as int4, on several devices.
+
+    jax 0.10.2 refuses them: to its own arrays it ascribes another layout than to its programs. Both
+    hold one number per byte.
+    """
+    executable: Any = getattr(program, "_executable", None)
+    layouts = getattr(executable, "_xla_in_layouts", ())
+    if any(one is not None and one.sub_byte_element_size_in_bits for one in layouts):
+        executable._xla_in_layouts = [None] * len(layouts)
 
 
 def make_layout(settings: MeshSettings) -> Layout:
@@ -235,10 +251,13 @@ def _compile_comparison(layout: Layout, state: Any) -> Callable[[State], Any]:
 
 def _words(values: Any) -> Any:
     """The bits of an array as uint32, flat."""
-    if values.dtype == jnp.bool_:
+    kind = values.dtype
+    if jnp.issubdtype(kind, jnp.complexfloating):
+        return jnp.concatenate([_words(values.real), _words(values.imag)])
+    if kind == jnp.bool_:
         return values.astype(jnp.uint32).ravel()
-    bits = values.dtype.itemsize * 8
-    narrow = {8: jnp.uint8, 16: jnp.uint16}.get(bits, jnp.uint32)
+    bits = (jnp.iinfo if jnp.issubdtype(kind, jnp.integer) else jnp.finfo)(kind).bits
+    narrow = {2: jnp.uint2, 4: jnp.uint4, 8: jnp.uint8, 16: jnp.uint16}.get(bits, jnp.uint32)
     return jax.lax.bitcast_convert_type(values, narrow).astype(jnp.uint32).ravel()
 
 
@@ -499,7 +518,7 @@ def _axes(spec: PartitionSpec) -> set[str]:
 
 
 def _spec(task: Task, layout: Layout, name: str, leaf: Any) -> PartitionSpec:
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) or 0 in leaf.shape:
         return PartitionSpec()
     axes = task.logical_axes(name, tuple(leaf.shape))
     if axes is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -233,3 +234,18 @@ def test_a_checkpoint_under_another_number_is_refused(saved: Path) -> None:
     """A step is known by the name of its folder before anything of it is read."""
     with pytest.raises(CheckpointRejected, match="says step 4"):
         checkpoint.load(saved.rename(saved.with_name("8")), state())
+
+
+def test_a_digest_needs_no_copy_of_the_state() -> None:
+    """Copying 3 GiB into bytes held the interpreter for 2.4 s, in which no heartbeat was sent;
+    hashing the memory itself lets the other threads run.
+    """
+    size = 64 << 20
+    host = {"w": np.ones((2, size // 8), np.float32), "half": np.ones(8, ml_dtypes.bfloat16)}
+    tracemalloc.start()
+    try:
+        checkpoint.digests(host)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < size // 16
