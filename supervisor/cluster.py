@@ -170,7 +170,8 @@ class Cluster(Protocol):
         """Take over the slots that an earlier daemon placed; their children by generation, rank.
 
         None if a slot is missing, or is about to end by itself. Raises ClusterError while that
-        is in doubt; then nothing has changed, and it can be asked again.
+        is in doubt; then nothing has changed, and it can be asked again. What the children have
+        reached is reported first, as records, and then their news.
         """
 
     async def start(self, generation: int, specs: Sequence[dict[str, Any]]) -> dict[int, int]:
@@ -375,6 +376,9 @@ class RayCluster:
         self._settle(actors, answers, at)
         children: dict[int, dict[int, int]] = {}
         for child in (child for answer in answers for child in answer["children"]):
+            # Before the news of the watches, and after those who will hear it are ready.
+            for record in child.get("reached", ()):  # a slot of an earlier version has none
+                asyncio.get_running_loop().call_soon(self._on_record, record)
             generation, rank, pid = child["generation"], child["rank"], child["pid"]
             identity = Identity(pid=pid, started_at=child["started_at"])
             self._started.setdefault(generation, {})[rank] = identity

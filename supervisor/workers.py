@@ -7,6 +7,7 @@ from typing import Any
 from supervisor.fsm import events as e
 from supervisor.monitor import Suspicion
 from trainer.failures import aborted_for_a_peer
+from trainer.worker import STATES
 
 Record = dict[str, Any]
 
@@ -42,6 +43,7 @@ class Roster:
         self.said: dict[str, dict[int, Record]] = {}
         self.phases: dict[int, str] = dict.fromkeys(range(world_size), "initialize")
         self._held: list[Record] = []
+        self._taken: set[tuple[int, int]] = set()  # (rank, seq) of reports in STATES
         self._changed = asyncio.Event()
 
     @property
@@ -60,9 +62,17 @@ class Roster:
         self.standby, self.restoring = False, True
 
     def take(self, record: Record, at: float) -> list[e.Event]:
-        """The events that one report or exit amounts to, often none. `at` in seconds."""
+        """The events that one report or exit amounts to, often none. `at` in seconds.
+
+        A slot reports to a new daemon what its child has reached, and then its news, in which some
+        of that may stand again: a record that was taken changes nothing.
+        """
         self._changed.set()
         kind, rank = str(record["report"]), int(record["rank"])
+        if kind in STATES and (seq := record.get("seq")) is not None:
+            if (rank, seq) in self._taken:
+                return []
+            self._taken.add((rank, seq))
         if kind == "phase":
             self.phases[rank] = str(record["phase"])
             return []

@@ -85,6 +85,22 @@ def test_the_daemon_may_die_after_any_line(story: str, tmp_path: Path) -> None:
         assert replay_file(path).difference == "", line
 
 
+@pytest.mark.parametrize("story", STORIES)
+def test_a_daemon_that_comes_back_needs_none_of_the_news(
+    story: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slot keeps so many reports. After six hours `ready` was not among them, and a job whose
+    daemon was started again then never ended. What was reached is told apart from the news."""
+    monkeypatch.setattr(SimCluster, "window", 0)
+    lines, undisturbed = lines_of(story, tmp_path / "undisturbed.jsonl")
+    for line in range(2, lines - 3, 3):
+        script, limits, meddle = STORIES[story]()
+        path = tmp_path / f"killed-after-{line}.jsonl"
+        sim = simulate(path, script, limits=limits, meddle=meddle, die_after=line)
+        assert (sim.status, sim.states[-1]) == (undisturbed.status, undisturbed.states[-1]), line
+        assert not sim.cluster.ever_two_alive, line
+
+
 def test_training_goes_on_while_the_daemon_is_dead(tmp_path: Path) -> None:
     """Ray Train's controller dies with its driver, and the run with it. Ours must not."""
     path = tmp_path / "journal.jsonl"

@@ -32,6 +32,30 @@ from trainer.stacks import collect
 GROUPS = {"orders": 4, "watch": 4, "evidence": 4}
 """Ray's concurrency groups of the actor: a long poll never holds up an order."""
 
+STATES = frozenset(
+    {
+        "disk",
+        "phase",
+        "standing_by",
+        "ready",
+        "stepped",
+        "snapshot_interval",
+        "checkpoint_interval",
+        "numbers_diverged",
+        "replicas_diverged",
+        "saved",
+        "completed",
+        "restore_rejected",
+        "raised",
+        "exit",
+    }
+)
+"""Reports of where a child stands. The last of each is kept as long as the child is known.
+
+All other reports are news: `watch` tells those that were kept, and none of them is needed to know
+what a generation has reached.
+"""
+
 COMMAND = (sys.executable, "-m", "trainer.process")
 RECORDS_KEPT = 4096
 CHILDREN_KEPT = 16
@@ -112,7 +136,7 @@ class ResilientWorker:
         # What a child leaves behind becomes ours, to be ended and reaped by us.
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         self._orphans = end_orphans(self._run_dir, 5.0)
-        self._ready: set[int] = set()  # generations that hold a state
+        self._reached: dict[int, dict[tuple[str, str], Report]] = {}  # STATES by generation
         self._is_leaving = False
         self._vigil = orphans.Vigil(orphan_after_s, self._canary)
         if orphan_after_s > 0:
@@ -121,7 +145,7 @@ class ResilientWorker:
 
     @answers
     def describe(self) -> dict[str, Any]:
-        """Who and where it is, and its children, running or ended."""
+        """Who and where it is, and its children, running or ended, with what each has reached."""
         row = look(os.getpid())
         assert row is not None
         with self._changed:
@@ -138,8 +162,20 @@ class ResilientWorker:
                 "last": self._last,
                 "leaving": self._is_leaving,
                 "orphans": [one.pid for one in self._orphans],
-                "children": [_describe_child(child) for child in children],
+                "children": [self._describe_child(child) for child in children],
             }
+
+    def _describe_child(self, child: Child) -> dict[str, Any]:
+        launch = child.launch
+        reached = self._reached.get(launch.generation, {}).values()
+        return {
+            "generation": launch.generation,
+            "rank": launch.rank,
+            "pid": child.identity.pid,
+            "started_at": child.identity.started_at,
+            "exit": child.exit,
+            "reached": sorted(reached, key=lambda record: record["seq"]),
+        }
 
     @answers
     def reserve_address(self, epoch: int, generation: int, host: str) -> dict[str, Any]:
@@ -327,6 +363,7 @@ class ResilientWorker:
             ended = [one for one in self._children.values() if one.exit and not one.survivors]
             for old in ended[:-CHILDREN_KEPT]:
                 del self._children[old.launch.generation]
+                self._reached.pop(old.launch.generation, None)
         return child
 
     def _start_spare(self) -> None:
@@ -343,12 +380,12 @@ class ResilientWorker:
 
     def _publish(self, generation: int, rank: int, report: Report) -> None:
         with self._changed:
-            if report["report"] == "ready":
-                self._ready.add(generation)
             self._last += 1
-            self._records.append(
-                {**report, "seq": self._last, "generation": generation, "rank": rank}
-            )
+            record = {**report, "seq": self._last, "generation": generation, "rank": rank}
+            self._records.append(record)
+            if (kind := report["report"]) in STATES:
+                reached = self._reached.setdefault(generation, {})
+                reached[kind, str(report.get("what", ""))] = record
             self._changed.notify_all()
 
     def _admit(self, epoch: int) -> None:
@@ -395,7 +432,13 @@ class ResilientWorker:
         """The living child that holds a state; one that stands by holds none."""
         with self._changed:
             living = [one for one in self._children.values() if one.exit is None]
-            return next((one for one in living if one.launch.generation in self._ready), None)
+            return next(
+                (child for child in living if self._has_reached(child.launch.generation, "ready")),
+                None,
+            )
+
+    def _has_reached(self, generation: int, kind: str) -> Report | None:
+        return self._reached.get(generation, {}).get((kind, ""))
 
     def _save_as_orphan(self, crew: orphans.Crew, trainee: "_Trainee") -> bool:
         last = orphans.save(crew, trainee)
@@ -408,7 +451,7 @@ class ResilientWorker:
             at=time.time(),
             step=step,
             saved=step >= 0,
-            completed=trainee.report("completed", ever=True),
+            completed=trainee.completed(),
         )
         return step >= 0
 
@@ -461,11 +504,16 @@ class _Trainee:
         with contextlib.suppress(ChildError):
             self._its.order(json.dumps(order))
 
-    def report(self, *kinds: str, ever: bool = False) -> Report | None:
-        """Its last report of these kinds, since it is an orphan or ever."""
+    def completed(self) -> Report | None:
+        """What it said when it had finished the job, if it has."""
+        with self._slot._changed:
+            return self._slot._has_reached(self._its.launch.generation, "completed")
+
+    def report(self, *kinds: str) -> Report | None:
+        """Its last report of these kinds since it is an orphan."""
         with self._slot._changed:
             for record in reversed(self._slot._records):
-                if record["seq"] <= self._since and not ever:
+                if record["seq"] <= self._since:
                     return None
                 if (
                     record["generation"] == self._its.launch.generation
@@ -479,16 +527,6 @@ def _crew_of(child: Child) -> orphans.Crew:
     launch = child.launch
     world_size = int(json.loads(launch.text)["world_size"])
     return orphans.crew_of(launch.run_dir, launch.generation, launch.rank, world_size)
-
-
-def _describe_child(child: Child) -> dict[str, Any]:
-    return {
-        "generation": child.launch.generation,
-        "rank": child.launch.rank,
-        "pid": child.identity.pid,
-        "started_at": child.identity.started_at,
-        "exit": child.exit,
-    }
 
 
 def _survivors(child: Child) -> list[int]:

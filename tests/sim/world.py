@@ -19,6 +19,7 @@ from supervisor.cluster import (
 from supervisor.heartbeats import StoreUnavailable
 from supervisor.restore_points import RestorePoint
 from trainer.heartbeat import BeatMessage, beat_key
+from trainer.worker import RECORDS_KEPT, STATES
 
 Record = dict[str, Any]
 FOREVER = 1e9
@@ -110,7 +111,12 @@ class Worker:
 
 
 class SimCluster:
-    """A `Cluster` of scripted workers."""
+    """A `Cluster` of scripted workers.
+
+    To a new daemon each slot reports what its children have reached, and the last `window` records.
+    """
+
+    window = RECORDS_KEPT
 
     def __init__(self, script: Script, disk: SimDisk) -> None:
         self.script, self.disk = script, disk
@@ -121,6 +127,7 @@ class SimCluster:
         self.ever_two_alive = False
         self.held: list[Snapshot] = []
         self.history: list[Record] = []
+        self.reached: dict[tuple[int, int, str], Record] = {}
         self._counting: set[int] = set()
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._orders: dict[int, asyncio.Queue[tuple[int, Record]]] = {}
@@ -131,8 +138,11 @@ class SimCluster:
         """A report of a worker, as its slot passes it on."""
         if worker.exit is None or report == "exit":
             who = {"generation": worker.generation, "rank": worker.rank}
-            self.history.append({"report": report, **who, **facts})
-            self.on_record(self.history[-1])
+            record = {"report": report, **who, **facts, "seq": len(self.history) + 1}
+            self.history.append(record)
+            if report in STATES:
+                self.reached[worker.generation, worker.rank, report] = record
+            self.on_record(record)
 
     def end(self, worker: Worker, status: int | None, signal: str | None, log: str = "") -> None:
         """A process ends, for whatever reason."""
@@ -177,7 +187,13 @@ class SimCluster:
         if self.script.orphans_ended is not None:
             await self.end_all()
             return None
-        for record in list(self.history):
+        news: dict[int, list[Record]] = {}
+        for record in self.history:
+            news.setdefault(record["rank"], []).append(record)
+        dropped = {rank: max(0, len(records) - self.window) for rank, records in news.items()}
+        kept = [record for rank, records in news.items() for record in records[dropped[rank] :]]
+        kept.sort(key=lambda record: record["seq"])
+        for record in [*self.reached.values(), *kept]:
             asyncio.get_running_loop().call_soon(self.on_record, record)
         children: dict[int, dict[int, int]] = {}
         for (generation, rank), _ in self.workers.items():

@@ -128,3 +128,13 @@ def test_a_promoted_standby_speaks_as_the_active_generation() -> None:
     assert names(say(one, "exit", 1, status=None, signal="SIGKILL", log_tail=[])) == [
         "worker_crashed"
     ]
+
+
+def test_what_stands_both_in_the_state_and_in_the_news_is_taken_once() -> None:
+    """A daemon that comes back is told where a rank stands, then its news: an exit that stands in
+    both must not be two crashes."""
+    one = ready(roster())
+    crash = {"status": None, "signal": "SIGKILL", "seq": 9}
+    assert names(say(one, "exit", 1, **crash)) == ["worker_crashed"]
+    assert say(one, "exit", 1, **crash) == []
+    assert names(say(one, "exit", 0, **crash)) == ["worker_crashed"]  # another slot counts too

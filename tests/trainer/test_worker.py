@@ -296,6 +296,23 @@ def test_records_are_bounded_and_what_was_dropped_is_counted(slot: Slot) -> None
     assert slot.until("exit")["seq"] == total
 
 
+def test_what_a_child_has_reached_is_told_however_long_it_has_reported_since(slot: Slot) -> None:
+    """After six hours of reports `ready` had left the window: a daemon that came back then believed
+    nothing that the rank said, and the job never ended."""
+    slot.start()
+    slot.order(1, order="ready")
+    slot.until("ready")
+    slot.order(1, order="flood", reports=RECORDS_KEPT + 1000)
+    slot.order(1, order="exit", status=5)
+    deadline = time.monotonic() + 20
+    while (child := json.loads(slot.worker.describe())["children"][0])["exit"] is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    told = [(record["report"], record["generation"], record["rank"]) for record in child["reached"]]
+    assert told == [("ready", 1, 1), ("completed", 1, 1), ("exit", 1, 1)]
+    assert "ready" not in {record["report"] for record in slot.call("watch", 0)["records"]}
+
+
 def test_a_line_that_is_no_report_is_told_as_such(slot: Slot) -> None:
     """A library that writes to every descriptor must not break the reports after it."""
     slot.start()
