@@ -295,7 +295,7 @@ class Settings(Section):
             )
             return
         shards = dp * fsdp
-        if batch % shards:
+        if self.trainer.is_builtin and batch % shards:
             lower, upper = batch // shards * shards, -(-batch // shards) * shards
             choices = " or ".join(str(n) for n in (lower, upper) if n)
             yield Relation(

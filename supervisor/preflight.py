@@ -18,7 +18,7 @@ from supervisor.config import Settings
 from supervisor.embedded import head_cpus
 from supervisor.errors import ClusterUnusable
 from supervisor.redis_address import address_of
-from trainer.config import TASK_OF_THE_HOUSE, TrainerSettings
+from trainer.config import TrainerSettings, refuse_without_effect
 from trainer.heartbeat import connect
 from trainer.settings import SettingsError
 from trainer.snapshot import SHARED_MEMORY
@@ -49,7 +49,7 @@ def must_be_ready(settings: Settings, config_dir: Path, password: str = "") -> N
 
 
 def _of_task(trainer: TrainerSettings, config_dir: Path) -> Iterator[str]:
-    if trainer.task == TASK_OF_THE_HOUSE:
+    if trainer.is_builtin:
         return
     module, _, wanted = trainer.task.partition(":")
     setting = f"trainer.task = {trainer.task!r}"
@@ -68,6 +68,11 @@ def _of_task(trainer: TrainerSettings, config_dir: Path) -> Iterator[str]:
     except SyntaxError as error:
         yield f"{setting}: {file}:{error.lineno}: {error.msg}"
         return
+    if any(_has_nothing_builtin(node, wanted) for node in tree.body):
+        try:
+            refuse_without_effect(trainer)
+        except SettingsError as error:
+            yield from error.problems
     names = _names(tree)
     if names is not None and wanted not in names:
         close = difflib.get_close_matches(wanted, names, 1)
@@ -96,6 +101,16 @@ def find_module(name: str, config_dir: Path) -> Path | None:
     return Path(spec.origin) if spec is not None and spec.origin else None
 
 
+def _has_nothing_builtin(node: ast.stmt, wanted: str) -> bool:
+    """Whether this defines the task as a loop, or as a class that inherits from `Task` alone."""
+    if isinstance(node, ast.FunctionDef):
+        return node.name == wanted
+    if not isinstance(node, ast.ClassDef) or node.name != wanted:
+        return False
+    reads_all = any("reads_all_settings" in ast.unparse(line) for line in node.body)
+    return not reads_all and [ast.unparse(base).split(".")[-1] for base in node.bases] == ["Task"]
+
+
 def _names(tree: ast.Module) -> set[str] | None:
     """All names that a module may bind; None if that cannot be told from its text."""
     names: set[str] = set()
@@ -114,7 +129,7 @@ def _names(tree: ast.Module) -> set[str] | None:
 
 
 def _of_data(trainer: TrainerSettings, config_dir: Path) -> Iterator[str]:
-    if trainer.task != TASK_OF_THE_HOUSE or trainer.data.format == "ray":
+    if not trainer.is_builtin or trainer.data.format == "ray":
         return
     from trainer.data.files import find_files, format_of
 

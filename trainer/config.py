@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator
 
-from trainer.settings import Relation, Section, SettingsError
+from trainer.settings import Relation, Section, SettingsError, walk
 
 TASK_OF_THE_HOUSE = "language_model"
 
@@ -277,9 +277,22 @@ class TrainerSettings(Section):
     optimizer: OptimizerSettings = Field(default_factory=OptimizerSettings)
     guards: GuardSettings = Field(default_factory=GuardSettings)
 
+    @property
+    def is_builtin(self) -> bool:
+        """Whether the built-in task is trained, whose sections of the settings then count."""
+        return self.task == TASK_OF_THE_HOUSE
+
+    def without_effect(self) -> list[str]:
+        """Return the dotted keys that are set and that only the built-in task reads.
+
+        A task of the user's own may read the sizes of a batch and the paths of `data`.
+        """
+        keys = [key for key in _ONLY_BUILTIN if _differs(self, key)]
+        return [f"trainer.{key}" for key in keys]
+
     def relations(self) -> Iterator[Relation]:
         """A batch splits into equal parts."""
-        if self.data.batch_size % self.accumulation_steps:
+        if self.is_builtin and self.data.batch_size % self.accumulation_steps:
             yield Relation(
                 keys=("accumulation_steps", "data.batch_size"),
                 message="a batch is computed in parts of equal size; make batch_size a multiple of "
@@ -296,6 +309,38 @@ class TrainerSettings(Section):
                 '"module:function" (a loop)'
             )
         return task
+
+
+_SHARED = ("data.batch_size", "data.sequence_length", "data.path", "data.held_out_path")
+_ONLY_BUILTIN = (
+    "accumulation_steps",
+    *(
+        key
+        for key, _ in walk(TrainerSettings)
+        if key.partition(".")[0] in ("model", "data", "optimizer") and key not in _SHARED
+    ),
+)
+
+
+def _differs(settings: TrainerSettings, key: str) -> bool:
+    section, _, name = key.rpartition(".")
+    table: Section = getattr(settings, section) if section else settings
+    default = (
+        type(table).model_fields[name].get_default(call_default_factory=True, validated_data={})
+    )
+    return bool(getattr(table, name) != default)
+
+
+def refuse_without_effect(settings: TrainerSettings) -> None:
+    """Raise `SettingsError` if something is set that a task of the user's own does not read."""
+    if keys := settings.without_effect():
+        raise SettingsError(
+            *(
+                f"{key}: only the built-in task reads it, not {settings.task!r}; leave it out, or "
+                "put what your task needs into [trainer.options]"
+                for key in keys
+            )
+        )
 
 
 class CheckpointSettings(Section):

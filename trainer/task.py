@@ -12,9 +12,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
-from trainer.config import TASK_OF_THE_HOUSE, TrainerSettings
+from trainer.config import TASK_OF_THE_HOUSE, TrainerSettings, refuse_without_effect
 from trainer.settings import SettingsError
 
 State = Any
@@ -104,6 +104,10 @@ class Task(ABC):
     run on the host for each step. All must give the same result whenever they are called with the
     same arguments: that is what makes a resumed run exact.
     """
+
+    reads_all_settings: ClassVar[bool] = False
+    """Whether it reads [trainer.model], [trainer.optimizer] and all of [trainer.data] itself.
+    Otherwise what is set there is refused, since it would have no effect."""
 
     def __init__(self, context: Context) -> None:
         self.context = context
@@ -226,8 +230,11 @@ def find(context: Context) -> type[Task] | Callable[..., Any]:
     found = getattr(module, own, None)
     if isinstance(found, type):
         if issubclass(found, Task):
+            if not found.reads_all_settings:
+                refuse_without_effect(context.settings)
             return found
     elif callable(found):
+        refuse_without_effect(context.settings)
         return found  # type: ignore[no-any-return]
     raise SettingsError(
         f"[trainer] task = {name!r}: {module.__file__} has no class {own!r} that subclasses "

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from supervisor import preflight
 from supervisor.config import Settings
@@ -153,3 +154,44 @@ def test_shared_memory_that_cannot_be_written_is_said(
     monkeypatch.setattr(preflight, "SHARED_MEMORY", tmp_path / "not-mounted")
     assert f"snapshots go to {tmp_path / 'not-mounted'}" in the_one(tmp_path)
     assert found(tmp_path, recovery={"snapshot_every_steps": 0}) == []
+
+
+TASK = "from trainer.task import Task\nclass Line(Task): ...\n"
+
+
+@pytest.mark.parametrize("text", [TASK, "def Line(worker): ..."])
+def test_a_setting_that_a_task_of_ones_own_does_not_read_is_refused(
+    tmp_path: Path, text: str
+) -> None:
+    """A learning rate was set, tuned and written into a paper; the task had one of its own."""
+    (tmp_path / "mine.py").write_text(text)
+    mine: dict[str, Any] = {"task": "mine:Line"}
+    said = found(tmp_path, trainer={**mine, "optimizer": {"beta1": 0.5}, "accumulation_steps": 2})
+    assert [line.partition(":")[0] for line in said] == [
+        "trainer.accumulation_steps",
+        "trainer.optimizer.beta1",
+    ]
+    assert "[trainer.options]" in said[0]
+    assert found(tmp_path, trainer={**mine, "data": {"batch_size": 6}, "options": {"x": 1}}) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from trainer.tasks.language_model import LanguageModel\nclass Line(LanguageModel): ...\n",
+        "from trainer.task import Task\nclass Line(Task):\n    reads_all_settings = True\n",
+    ],
+)
+def test_a_task_that_reads_those_settings_may_have_them(tmp_path: Path, text: str) -> None:
+    """A variant of the built-in task inherits what the settings say of it."""
+    (tmp_path / "mine.py").write_text(text)
+    assert found(tmp_path, trainer={"task": "mine:Line", "optimizer": {"beta1": 0.5}}) == []
+
+
+def test_a_batch_that_only_the_builtin_task_has_need_not_split_for_another(tmp_path: Path) -> None:
+    """Three workers were refused for the batch size of a task that was not trained."""
+    (tmp_path / "mine.py").write_text(TASK)
+    three = {"workers": 3, "cpus_per_worker": 0.5}
+    assert found(tmp_path, cluster=three, trainer={"task": "mine:Line"}) == []
+    with pytest.raises(ValidationError, match="batch_size to a multiple of 3"):
+        found(tmp_path, cluster=three)

@@ -22,9 +22,14 @@ from trainer.settings import SettingsError
 from trainer.task import Context, Task, TaskError, load_task
 
 
-def context(folder: Path, task: str = "language_model", **more: Any) -> Context:
+def context(
+    folder: Path,
+    task: str = "language_model",
+    trainer: Mapping[str, Any] | None = None,
+    **more: Any,
+) -> Context:
     values = {"rank": 0, "world_size": 1, "local_rank": 0, "node_rank": 0, "generation": 1}
-    settings = TrainerSettings(task=task)
+    settings = TrainerSettings(task=task, **(trainer or {}))
     return Context(**{**values, **more}, config_dir=str(folder), settings=settings)
 
 
@@ -59,6 +64,17 @@ def test_a_task_beside_the_settings_file_is_found(folder: Path) -> None:
     (folder / "users_one.py").write_text(code)
     task = load_task(context(folder, "users_one:Mine"))
     assert type(task).__name__ == "Mine"
+
+
+def test_a_setting_that_a_task_of_ones_own_does_not_read_is_refused(folder: Path) -> None:
+    """`check` cannot tell what a class inherits; the worker can, before its first step."""
+    code = "from tests.trainer.test_task import Sum\n\nclass Mine(Sum):\n    {}\n"
+    (folder / "users_plain.py").write_text(code.format("pass"))
+    (folder / "users_all.py").write_text(code.format("reads_all_settings = True"))
+    beta = {"optimizer": {"beta1": 0.5}}
+    with pytest.raises(SettingsError, match=r"trainer\.optimizer\.beta1: only the built-in task"):
+        load_task(context(folder, "users_plain:Mine", beta))
+    load_task(context(folder, "users_all:Mine", beta))
 
 
 def test_code_that_was_sent_to_this_node_wins_over_a_copy_of_it(folder: Path) -> None:

@@ -36,6 +36,8 @@ class LanguageModel(Task):
     them, and no checkpoint holds them.
     """
 
+    reads_all_settings = True
+
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         settings = context.settings
