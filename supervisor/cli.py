@@ -13,12 +13,13 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from supervisor.errors import EverstepError, NotRunning, OperatorError
-from supervisor.output import in_background, make_tolerant
+from supervisor.output import in_background
 from trainer import heartbeat
 from trainer.drills import KINDS
+from trainer.printable import make_tolerant, one_line, printable
 from trainer.settings import SettingsError, read_settings
 
 PHASES = tuple(phase for phase in heartbeat.PHASES if phase != "wait")
@@ -55,21 +56,21 @@ def _status_of(options: argparse.Namespace) -> int:
         status = command(options)
     except SettingsError as error:
         for problem in error.problems:
-            print(problem, file=sys.stderr)
+            _say(problem, file=sys.stderr)
         return error.exit_status
     except EverstepError as error:
-        print(f"{error}", file=sys.stderr)
+        _say(error, file=sys.stderr)
         return error.exit_status
     except BrokenPipeError:  # the reader of our output has seen enough
         status = 0
     except OSError as error:
         what = error.filename or "the output cannot be written"
-        print(f"{what}: {error.strerror or error}", file=sys.stderr)
+        _say(f"{what}: {error.strerror or error}", file=sys.stderr)
         status = 4 if command is run else 1
     except KeyboardInterrupt:
         return 75 if command is run else 130
     except Exception:
-        traceback.print_exc()
+        _say(traceback.format_exc().rstrip(), file=sys.stderr)
         print("This is a bug of everstep; please report the lines above.", file=sys.stderr)
         return 70
     return _flushed(status)
@@ -148,15 +149,15 @@ def check(options: argparse.Namespace) -> int:
         print(json.dumps({"ok": False, "problems": found}, indent=2))
         return SettingsError.exit_status
     if found:
-        print(describe(rows), "\n")
+        _say(f"{describe(rows)}\n")
         raise SettingsError(*found)
     if options.memory and options.json:
         return _predict_memory(settings, options)
     if options.json:
         print(json.dumps({"ok": True, "run_dir": str(run_dir), "settings": rows}, indent=2))
     else:
-        print(describe(rows))
-        print(f"\nThe settings are fine. Files go to {run_dir}")
+        _say(describe(rows))
+        _say(f"\nThe settings are fine. Files go to {run_dir}")
     return _predict_memory(settings, options) if options.memory else 0
 
 
@@ -211,7 +212,7 @@ def status(options: argparse.Namespace) -> int:
         snapshot.pop("ok")
     except NotRunning as error:
         if _is_held(run_dir):  # alive but silent is not the same as gone
-            print(f"{error}; what follows is from its files", file=sys.stderr)
+            _say(f"{error}; what follows is from its files", file=sys.stderr)
         snapshot = recorded_status(run_dir)
     if snapshot is None:
         raise OperatorError(f"{run_dir}: no job has run here")
@@ -269,9 +270,11 @@ def replay(options: argparse.Namespace) -> int:
         found |= {"difference": report.difference or None, "notes": list(report.notes)}
         print(json.dumps(found, indent=2))
     else:
-        print(*report.notes, sep="\n", end="\n" if report.notes else "")
-        print(f"{path}: {report.moves} moves, {'a' if report.difference else 'no'} difference")
-        print(report.difference, end="\n" if report.difference else "")
+        for note in report.notes:
+            _say(note)
+        _say(f"{path}: {report.moves} moves, {'a' if report.difference else 'no'} difference")
+        if report.difference:
+            _say(report.difference)
     return 1 if report.difference else 0
 
 
@@ -326,7 +329,7 @@ def fault(options: argparse.Namespace) -> int:
         for word, value in (("in phase", options.phase), ("at step", options.step))
         if value is not None
     )
-    print(answer.get("message") or f"Rank {options.rank}: {options.kind}{when or ' now'}.")
+    _say(answer.get("message") or f"Rank {options.rank}: {options.kind}{when or ' now'}.")
     return 0
 
 
@@ -349,6 +352,11 @@ def _is_held(run_dir: Path) -> bool:
     return is_held(run_dir)
 
 
+def _say(text: object, file: TextIO | None = None) -> None:
+    """Print what may hold text from outside; it must not act on the terminal."""
+    print(printable(text), file=file or sys.stdout)
+
+
 def _print_result(run_dir: Path) -> None:
     from supervisor.recorded import read_result
 
@@ -356,11 +364,11 @@ def _print_result(run_dir: Path) -> None:
     if result is None:
         return
     step = "" if result.get("step") is None else f" at step {result['step']}"
-    reason = f": {result['reason']}" if result.get("reason") else ""
-    print(f"{result.get('state')}{step}{reason}")
+    reason = f": {one_line(result['reason'])}" if result.get("reason") else ""
+    _say(f"{result.get('state')}{step}{reason}")
     if result.get("traceback"):
-        print(textwrap.indent(result["traceback"], "  "))
-    print(f"Files: {run_dir}")
+        _say(textwrap.indent(str(result["traceback"]), "  "))
+    _say(f"Files: {run_dir}")
 
 
 # ------------------------------------------------------------------------------- arguments

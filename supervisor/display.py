@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from supervisor.output import BackgroundStream
+from trainer.printable import one_line
 
 # What `status --json` answers (DESIGN section 10), and beside it, each missing or None if unknown:
 # job (its name), loss, held_out_loss, unigram_entropy (nats a byte), tokens_per_s, step_s,
@@ -37,6 +38,7 @@ _PROGRESS = (
     *("tokens_per_s", "step_s", "time_left_s"),
 )
 _WORKERS_SHOWN = 8
+_LONGEST = 240  # characters of one text
 _log = structlog.get_logger()
 
 
@@ -119,7 +121,9 @@ def progress(snapshot: Snapshot) -> dict[str, Any]:
 
 
 def render(snapshot: Snapshot) -> RenderableType:
-    """The panel for one snapshot."""
+    """The panel for one snapshot, whatever its texts hold."""
+    workers = snapshot.get("workers") or ()  # of thousands few are shown
+    snapshot = _printable({**snapshot, "workers": ()})
     rows = Table.grid(padding=(0, 2))
     rows.add_column(style="dim", no_wrap=True)
     rows.add_column(ratio=1)
@@ -138,13 +142,23 @@ def render(snapshot: Snapshot) -> RenderableType:
         if content is not None:
             rows.add_row(label, content)
     parts: list[RenderableType] = [rows]
-    workers = snapshot.get("workers") or ()
     if workers:
         parts += [Text(""), _workers(workers)]
     if snapshot.get("hint"):
         parts += [Text(""), Text(str(snapshot["hint"]), style="dim")]
     title = " · ".join(str(word) for word in ("everstep", snapshot.get("job")) if word)
     return Panel(Group(*parts), title=title, title_align="left")
+
+
+def _printable(value: Any) -> Any:
+    """The same with each text on one line, fit for a terminal; all of it is in the incident."""
+    if isinstance(value, str):
+        return one_line(value, _LONGEST)
+    if isinstance(value, Mapping):
+        return {key: _printable(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_printable(inner) for inner in value]
+    return value
 
 
 def _state(snapshot: Snapshot) -> Text:
@@ -293,11 +307,11 @@ def _workers(workers: Sequence[Mapping[str, Any]]) -> RenderableType:
         age_s = worker.get("beat_age_s")
         table.add_row(
             str(worker.get("rank", "")),
-            str(worker.get("phase") or "-"),
+            one_line(worker.get("phase") or "-"),
             "-" if worker.get("step") is None else f"{worker['step']:,}",
             "-" if age_s is None else f"{age_s:.1f} s ago",
             str(worker.get("pid") or "-"),
-            str(worker.get("node") or "-"),
+            one_line(worker.get("node") or "-"),
         )
     if len(workers) <= _WORKERS_SHOWN:
         return table

@@ -4,6 +4,7 @@ Files are for their owner only, whole or absent, and bounded in size and number.
 what cannot be written raises OSError, for the caller to log: evidence never stops a recovery.
 
     incidents/NNNN/stacks-rank-R.txt  log-rank-R.txt  evidence-generation-N.json  incident.json
+                   error-generation-N-rank-R.txt (of an exception too long for incident.json)
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from trainer.lines import ERROR_SUFFIX
 
 STACKS_BYTES_MAX = 256 * 1024  # a rank
 LOG_BYTES_MAX = 128 * 1024  # a rank; its end is kept
@@ -47,8 +50,17 @@ def write_evidence(
         if tail:
             path = _unused(directory, "log", generation, rank)
             _write(path, _end(tail, min(LOG_BYTES_MAX, share)))
+        _keep_error(run_dir, directory, generation, rank)
     _write_json(directory / f"evidence-generation-{generation}.json", {"ranks": rest})
     return directory
+
+
+def _keep_error(run_dir: Path, directory: Path, generation: int, rank: int) -> None:
+    """Give the incident the exception that was too long for a report, where a rank left one."""
+    left = run_dir / "logs" / f"generation-{generation}" / f"rank-{rank}{ERROR_SUFFIX}"
+    kept = directory / f"error-generation-{generation}-rank-{rank}.txt"
+    if left.is_file() and not left.is_symlink() and not kept.exists():
+        left.rename(kept)
 
 
 def write_summary(run_dir: Path, number: int, summary: Mapping[str, Any]) -> Path:

@@ -216,14 +216,3 @@ def errors_beside(path: Path) -> Iterator[None]:
     finally:
         os.dup2(before, 2)
         os.close(before)
-
-
-def make_tolerant() -> None:
-    """Let no character that a terminal's encoding lacks, nor a closed descriptor, end a command."""
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        if stream is None:  # closed by whoever started this
-            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115 - for as long as we run
-        elif isinstance(stream, io.TextIOWrapper):
-            with contextlib.suppress(OSError, ValueError):
-                stream.reconfigure(errors="replace")

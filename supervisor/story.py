@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from supervisor.display import clock
+from trainer.printable import one_line, printable
 
 _LONGEST = 160  # characters of one detail
 
@@ -26,11 +27,11 @@ def tell(record: Mapping[str, Any]) -> str | None:
     words += [f"{key}={_short(value)}" for key, value in event.items() if _says(value)]
     lines = [" ".join(words).rstrip()]
     if record.get("why"):
-        lines.append(f"{'':10}because {record['why']}")
+        lines.append(f"{'':10}because {one_line(record['why'])}")
     effects = [_effect(effect) for effect in record.get("effects") or ()]
     if effects:
         lines.append(f"{'':10}then    {', '.join(effects)}")
-    return "\n".join(lines)
+    return printable("\n".join(lines))
 
 
 def _says(value: object) -> bool:
@@ -39,8 +40,7 @@ def _says(value: object) -> bool:
 
 def _short(value: object) -> str:
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-    text = " ".join(text.split())
-    return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
+    return one_line(text, _LONGEST)
 
 
 def _effect(effect: object) -> str:

@@ -20,6 +20,7 @@ from pydantic import ConfigDict, Field
 
 from trainer.config import CheckpointSettings, TrainerSettings
 from trainer.environment import worker_environment
+from trainer.printable import make_tolerant, printable
 from trainer.settings import Section, SettingsError, read_settings
 
 EXAMPLE = """example:
@@ -54,6 +55,7 @@ class _Settings(Section):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Read the settings and do what was asked for; the exit status."""
+    make_tolerant()
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         if given[:1] == ["generate"]:
@@ -63,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _train(given)
     except SettingsError as error:
         for problem in error.problems:
-            print(problem, file=sys.stderr)
+            print(printable(problem), file=sys.stderr)
         return 2
 
 
@@ -111,10 +113,11 @@ def _generate(arguments: Sequence[str]) -> int:
     prompt = tokenizer.encode(options.prompt)
     if options.chat:
         prompt, _ = tokenizer.chat([{"role": "user", "content": options.prompt}], reply=True)
-    print(f"from the {found.source}", file=sys.stderr, flush=True)
+    print(printable(f"from the {found.source}"), file=sys.stderr, flush=True)
     ids: list[int] = []
     shown = "" if options.chat else options.prompt
-    print(shown, end="", flush=True)
+    show = printable if sys.stdout.isatty() else str  # a file gets what the model said
+    print(show(shown), end="", flush=True)
     written = ""
     for token in generate(
         found.task.architecture,
@@ -129,9 +132,9 @@ def _generate(arguments: Sequence[str]) -> int:
         ids.append(token)
         text = tokenizer.decode(ids)
         if not text.endswith("\ufffd"):  # a character may need more tokens than there are yet
-            print(text[len(written) :], end="", flush=True)
+            print(show(text[len(written) :]), end="", flush=True)
             written = text
-    print(tokenizer.decode(ids)[len(written) :])
+    print(show(tokenizer.decode(ids)[len(written) :]))
     return 0
 
 
@@ -188,9 +191,11 @@ def _train(arguments: Sequence[str]) -> int:
 
     def told(outcome: Any) -> None:
         if isinstance(outcome, checkpoint.SaveFailed):
-            print(f"checkpoint {outcome.step} failed: {outcome.error}", file=sys.stderr)
+            text = f"checkpoint {outcome.step} failed: {outcome.error}"
+            print(printable(text), file=sys.stderr)
         elif isinstance(outcome, BatchSkipped):
-            print(f"step {outcome.step} left out: {outcome.metric} was {outcome.value}")
+            text = f"step {outcome.step} left out: {outcome.metric} was {outcome.value}"
+            print(printable(text))
         elif isinstance(outcome, checkpoint.Committed):
             for _, _, old in checkpoint.finished(job_dir)[keep:]:
                 shutil.rmtree(old)
@@ -198,9 +203,9 @@ def _train(arguments: Sequence[str]) -> int:
     def tell_ready(ready: Any) -> None:
         print(f"{settings.trainer.task} in {job_dir}, from step {ready.step}")
         for name, value in ready.facts.items():
-            print(f"{name}: {value}")
+            print(printable(f"{name}: {value}"))
         for line in ready.differences:
-            print(f"not as when it was saved: {line}")
+            print(printable(f"not as when it was saved: {line}"))
 
     def tell_step(report: Any) -> bool:
         held_out = "" if report.held_out_loss is None else f" held out {report.held_out_loss:.4f}"

@@ -21,6 +21,7 @@ from trainer.task import TaskError
 
 _TEXT_MAX = 6000
 _FRAMES_MAX = 12
+ERROR_BYTES_MAX = 64 << 20
 
 # How a collective says that its peer is gone: by dispatch, by the result, by the service.
 _LOST_PEER = (
@@ -87,6 +88,13 @@ def describe(error: BaseException, task: str = "") -> ErrorReport:
         traceback=_cut(text, _TEXT_MAX),
         user=_is_users_fault(error, bool(theirs)),
     )
+
+
+def whole_text(error: BaseException) -> str:
+    """What a report had to leave out of an exception; empty if it left out nothing."""
+    if len(str(error)) <= _TEXT_MAX // 2:
+        return ""
+    return "".join(traceback.format_exception(error))
 
 
 def lost_a_peer(error: BaseException) -> bool:

@@ -14,6 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+ERROR_SUFFIX = ".error"
+"""Of the file beside a rank's log that holds the whole text of a very long exception."""
+
 KEPT_MAX = 100_000
 _AT_ONCE = 1000
 

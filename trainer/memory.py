@@ -21,6 +21,7 @@ from pydantic import ConfigDict, Field
 
 from trainer.config import TrainerSettings
 from trainer.environment import worker_environment
+from trainer.printable import make_tolerant, printable
 from trainer.settings import Section, SettingsError, read_settings
 
 LIMIT_S = 900.0
@@ -68,6 +69,7 @@ def predict(settings: TrainerSettings, config_dir: Path) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the prediction as JSON; the exit status."""
+    make_tolerant()
     parser = argparse.ArgumentParser(prog="python -m trainer.memory", description=__doc__)
     parser.add_argument("--config", type=Path, metavar="FILE")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
@@ -77,10 +79,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config_dir = (options.config.parent if options.config else Path()).resolve()
         print(json.dumps(predict(settings.trainer, config_dir)))
     except SettingsError as error:
-        print("\n".join(error.problems), file=sys.stderr)
+        print(printable("\n".join(error.problems)), file=sys.stderr)
         return error.exit_status
     except Exception as error:  # the task's own code may raise whatever it likes
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        print(printable(f"{type(error).__name__}: {error}"), file=sys.stderr)
         return 1
     return 0
 

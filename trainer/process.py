@@ -32,7 +32,7 @@ import structlog
 from trainer import heartbeat
 from trainer.drills import Drills, Fault, FaultError
 from trainer.heartbeat import Beat, BeatSender
-from trainer.lines import Tolerant, tolerant_text
+from trainer.lines import ERROR_SUFFIX, Tolerant, tolerant_text
 from trainer.spec import RestorePoint, SpecError, WorkerSpec, read_skips
 
 log = structlog.get_logger()
@@ -516,12 +516,28 @@ class Worker:
             )
             return
         report = failures.describe(error, self.spec.trainer.task)
+        self._keep_whole_text(error)
         self._send_raised(
             report.to_dict(),
             collective=failures.lost_a_peer(error),
             startup=failures.could_not_start(error),
         )
         log.error("raised", error=report.message, exc_info=error)
+
+    def _keep_whole_text(self, error: BaseException) -> None:
+        """Beside the log, where the daemon finds it for its incident."""
+        from trainer import failures
+
+        text = failures.whole_text(error).encode("utf-8", "replace")
+        if not text:
+            return
+        path = Path(self.spec.beat_file).with_suffix(ERROR_SUFFIX)
+        try:
+            path.unlink(missing_ok=True)
+            path.touch(mode=0o600)
+            path.write_bytes(text[: failures.ERROR_BYTES_MAX])  # unflushed: recovery waits for us
+        except OSError as refused:
+            log.warning("error_text_not_kept", why=str(refused))
 
     def _send_raised(self, error: Mapping[str, Any], *, collective: bool, startup: bool) -> None:
         self.reports.send(

@@ -125,6 +125,17 @@ class RaisesAlways(Paced):
         return rows
 
 
+class RaisesAtLength(Paced):
+    """The text of its exception is a whole batch, escape codes included."""
+
+    def batch(self, step: int) -> Any:
+        if step == 5:
+            raise ValueError(
+                "\x1b[2Jbad row\n" + "0.1234\n" * 500_000 + "the middle\n" + "5\n" * 500_000
+            )
+        return super().batch(step)
+
+
 class DiesAlways(Paced):
     """Rank 1 ends with status 7 in step 2 of every generation."""
 

@@ -14,6 +14,20 @@ full = pytest.mark.full
 SOON_S = 20.0
 
 
+def test_an_exception_of_megabytes_is_a_line_in_status_and_whole_in_the_incident(
+    job: MakeJob,
+) -> None:
+    """`status` had 385 lines with raw escape codes, and the middle of the text was nowhere."""
+    tiny = job(**{"trainer.task": "paced:RaisesAtLength", "budgets.failures_max": 0})
+    assert tiny.start().exit_status() == 3
+    shown = run(tiny, "status").stdout
+    assert "\x1b" not in shown
+    assert len(shown.splitlines()) < 40
+    incident = tiny.run_dir / "incidents" / "0001"
+    (kept,) = incident.glob("error-generation-1-rank-0.txt")
+    assert "\nthe middle\n" in kept.read_text()
+
+
 @pytest.mark.parametrize(
     ("settings", "kind", "words"),
     [

@@ -104,6 +104,26 @@ def test_of_many_workers_those_behind_are_shown() -> None:
     assert len(text.splitlines()) < 30
 
 
+def test_no_text_acts_on_the_terminal_or_fills_it() -> None:
+    """An exception of 12 MB with escape codes made 385 lines, some of them invisible."""
+    evil = "\x1b]0;owned\x07\x1b[2J first line\nsecond\x9b31m \u202egnp " + "A" * 12_000_000
+    named = {**SNAPSHOT["workers"][0], "node": "host\x1b[8m", "phase": "st\x1bep"}
+    text = text_of(
+        {
+            **SNAPSHOT,
+            "reason": evil,
+            "incident": {"number": 1, "story": evil},
+            "last_event": {"event": "worker_raised", "at": 1.0, "why": evil},
+            "disk": [{"what": evil, "rank": 1, "since": 1.0, "why": evil}],
+            "workers": [named],
+        }
+    )
+    assert not [one for one in text if one != "\n" and not one.isprintable()]
+    assert "first line second" in text
+    assert "host\\x1b[8m" in text
+    assert len(text.splitlines()) < 45
+
+
 def test_on_a_terminal_the_last_picture_stays() -> None:
     """The end of a job must be on the screen when the command returns."""
     console = Console(file=io.StringIO(), width=110, force_terminal=True)

@@ -69,6 +69,19 @@ def test_a_second_generation_of_one_incident_does_not_overwrite_the_first(tmp_pa
     assert (where / "stacks-generation-5-rank-0.txt").read_text() == "the rung"
 
 
+def test_an_exception_too_long_for_a_report_is_in_the_incident_in_whole(tmp_path):
+    """Of a text of 12 MB only head and tail existed anywhere."""
+    left = tmp_path / "logs" / "generation-3" / "rank-1.error"
+    left.parent.mkdir(parents=True)
+    left.write_text("x" * 12_000_000)
+    where = write_evidence(tmp_path, 1, 3, {0: {}, 1: {"stacks": "here"}})
+    kept = where / "error-generation-3-rank-1.txt"
+    assert kept.stat().st_size == 12_000_000
+    assert not left.exists()
+    write_evidence(tmp_path, 1, 3, {0: {}, 1: {"log_tail": "the last words"}})
+    assert kept.stat().st_size == 12_000_000
+
+
 def test_a_thousand_ranks_with_endless_logs_stay_within_bounds(tmp_path, monkeypatch):
     """An incident must not be what fills the disk; of a log its end matters."""
     monkeypatch.setattr(incidents, "INCIDENT_BYTES_MAX", 400_000)

@@ -45,3 +45,20 @@ def test_a_long_traceback_is_cut_to_one_line() -> None:
     assert text is not None
     assert len(text) < 300
     assert "\n" not in text
+
+
+def test_a_name_with_escape_codes_stays_text() -> None:
+    """`events` prints what hosts, metrics and exceptions are called."""
+    text = tell(
+        {
+            "kind": "move",
+            "event": {"event": "numbers_diverged", "at": 0.5, "metric": "a\x1b[2Jb\nc"},
+            "source": "RUNNING",
+            "target": "DRAINING",
+            "effects": [{"effect": "kill", "why": "\x9b"}],
+            "why": "two\nlines\x07",
+        }
+    )
+    assert text is not None
+    assert not [one for one in text if one != "\n" and not one.isprintable()]
+    assert len(text.splitlines()) == 3

@@ -132,3 +132,11 @@ def test_a_report_stays_small() -> None:
     report: dict[str, Any] = failures.describe(raised(ValueError("x" * 100_000))).to_dict()
     assert sum(len(str(value)) for value in report.values()) < 12_000
     assert "characters …" in report["message"]
+
+
+def test_what_a_report_leaves_out_is_kept_elsewhere() -> None:
+    """Of an exception with a text of 12 MB the middle was nowhere."""
+    assert failures.whole_text(raised(ValueError("short"))) == ""
+    long = "head " + "x" * 10_000 + " middle " + "y" * 10_000 + " tail"
+    assert "middle" not in failures.describe(raised(ValueError(long))).message
+    assert long in failures.whole_text(raised(ValueError(long)))

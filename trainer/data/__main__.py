@@ -16,6 +16,7 @@ from pydantic import ConfigDict, Field
 from trainer.config import TASK_OF_THE_HOUSE, TrainerSettings
 from trainer.data.source import open_source
 from trainer.data.store import DataUnavailable
+from trainer.printable import make_tolerant, printable
 from trainer.settings import Section, SettingsError, read_settings
 from trainer.tokenizer import BytesTokenizer, Tokenizer
 
@@ -34,6 +35,7 @@ class _Settings(Section):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prepare what the arguments name; the exit status."""
+    make_tolerant()
     parser = argparse.ArgumentParser(
         prog="python -m trainer.data",
         description=__doc__,
@@ -64,13 +66,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     except SettingsError as error:
         for problem in error.problems:
-            print(problem, file=sys.stderr)
+            print(printable(problem), file=sys.stderr)
         return 2
     except DataUnavailable as error:
-        print(error, file=sys.stderr)
+        print(printable(error), file=sys.stderr)
         return 1
     for name, value in source.facts().items():
-        print(f"{name}: {value}")
+        print(printable(f"{name}: {value}"))
     return 0
 
 
