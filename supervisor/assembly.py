@@ -177,6 +177,7 @@ class _Assembly:
         self.signals = Signals(lambda number: self.daemon.interrupt(number))
         self.beats: dict[tuple[int, int], BeatMessage] = {}
         self.steps_done = StepSums(run_dir)
+        self.result: dict[str, Any] = {}
         self.troubles = Troubles()
         self.embedded_redis: EmbeddedRedis | None = None
         self._mending: asyncio.Task[None] | None = None
@@ -310,7 +311,7 @@ class _Assembly:
         last = self.steps_done.last or await asyncio.to_thread(last_row, self.run_dir) or {}
         daemon, job = self.daemon, self.daemon.job
         rows = daemon.chronicle.recoveries()
-        return {
+        self.result = {
             "state": effect.state,
             "exit_status": effect.exit_status,
             "reason": effect.reason,
@@ -324,6 +325,7 @@ class _Assembly:
             "recoveries": rows,
             "goodput": self.steps_done.goodput(self.clock() - self.started_at),
         }
+        return self.result
 
     # What comes in from outside
 
@@ -422,6 +424,7 @@ class _Assembly:
             changed=self.changed,
             disk=self.troubles.rows((self.daemon.job.active, self.daemon.job.standby)),
             drills=self.settings.drills_allowed,
+            result=self.result,
             every_steps={
                 "snapshot": self.settings.recovery.snapshot_every_steps,
                 "checkpoint": self.settings.checkpoint.every_steps,

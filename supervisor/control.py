@@ -10,7 +10,7 @@ import json
 import os
 import socket
 import stat
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,8 @@ Answer = dict[str, Any]
 Handler = Callable[[Request], Awaitable[Answer]]
 
 ADDRESS_FILE = "control"  # in the run directory: where the socket is
-_LINE_LIMIT = 1 << 20  # bytes
+_LINE_LIMIT = 1 << 20  # bytes of a request; an answer may have any size
+_ROWS_AT_ONCE = 256
 _HANDLER_LIMIT_S = 30.0
 _IDLE_LIMIT_S = 60.0
 _log = structlog.get_logger()
@@ -104,9 +105,11 @@ class Control:
         try:
             while line := await _read_line(reader):
                 answer = await self._answer(line)
-                writer.write(json.dumps(answer, default=str).encode() + b"\n")
-                async with asyncio.timeout(_IDLE_LIMIT_S):
-                    await writer.drain()
+                for piece in _pieces(answer):
+                    writer.write(piece)
+                    async with asyncio.timeout(_IDLE_LIMIT_S):
+                        await writer.drain()
+                    await asyncio.sleep(0)  # others have their turn between two pieces
         except (TimeoutError, ConnectionError, ValueError) as error:
             # ValueError is a line beyond the limit. The peer is gone or babbles: no answer.
             _log.info("control_connection_dropped", error=repr(error))
@@ -134,6 +137,22 @@ class Control:
             return {"ok": False, "error": f"{type(error).__name__}: {error}"}
 
 
+def _pieces(answer: Answer) -> Iterator[bytes]:
+    """Encode an answer as one line of JSON, a bounded piece at a time, whatever its size."""
+    opening = "{"
+    for key, value in answer.items():
+        yield f"{opening}{json.dumps(key)}: ".encode()
+        opening = ", "
+        if isinstance(value, list) and len(value) > _ROWS_AT_ONCE:
+            for first in range(0, len(value), _ROWS_AT_ONCE):
+                rows = json.dumps(value[first : first + _ROWS_AT_ONCE], default=str)[1:-1]
+                yield f"{', ' if first else '['}{rows}".encode()
+            yield b"]"
+        else:
+            yield json.dumps(value, default=str).encode()
+    yield b"{}\n" if opening == "{" else b"}\n"
+
+
 async def _read_line(reader: asyncio.StreamReader) -> bytes:
     async with asyncio.timeout(_IDLE_LIMIT_S):  # `wait_for` of 3.11 may swallow a cancellation
         return await reader.readline()
@@ -152,7 +171,7 @@ def ask(run_dir: Path, request: Request, timeout_s: float = 5.0) -> Answer:
             connection.connect(path)
             connection.sendall(json.dumps(request).encode() + b"\n")
             with connection.makefile("rb") as stream:
-                line = stream.readline(_LINE_LIMIT)
+                line = stream.readline()
         answer = json.loads(line) if line else None
     except TimeoutError:
         raise NotRunning(
@@ -162,6 +181,10 @@ def ask(run_dir: Path, request: Request, timeout_s: float = 5.0) -> Answer:
         raise NotRunning(f"no daemon runs in {run_dir}") from None
     except PermissionError:
         raise NotRunning(f"the daemon of {run_dir} belongs to another user") from None
+    except OSError as error:
+        raise NotRunning(f"the daemon of {run_dir} cannot be reached: {error.strerror}") from None
+    except (ValueError, RecursionError):  # an address that is no path, an answer cut off
+        raise NotRunning(f"what answers for {run_dir} is not a daemon of everstep") from None
     if not isinstance(answer, dict):
         raise NotRunning(f"the daemon of {run_dir} hung up without an answer")
     if not answer.get("ok"):

@@ -25,10 +25,12 @@ def snapshot(
     drills: bool,
     disk: Sequence[Mapping[str, Any]] = (),
     every_steps: Mapping[str, int | str] = MappingProxyType({}),
+    result: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """The fields of `status --json` (see the README), each None or empty if unknown.
 
     `every_steps`: steps between two restore points by their kind, as the settings want it.
+    `result`: what result.json holds, once the job has ended; it overrules the last heartbeats.
     """
     job, now = daemon.job, daemon.clock()
     roster = daemon.performers.rosters.get(job.active)
@@ -39,6 +41,9 @@ def snapshot(
         if first and first.step >= 0
         else max(job.result.get("step", 0), job.restore_step, job.committed_step)
     )
+    # At the end the last heartbeats are behind what was reached.
+    said = {key: value for key, value in {**job.result, **result}.items() if value is not None}
+    step = said.get("step", step)
     step_s = first.durations.get("step", (first.step_s or 0.0, 0.0))[0] if first else None
     return {
         "job": name,
@@ -61,12 +66,13 @@ def snapshot(
         "journal_lost_since": daemon.journal_lost_since,
         "settings_changed": list(changed),
         "disk": list(disk),
-        "loss": first.loss if first else job.result.get("loss"),
-        "held_out_loss": first.held_out_loss if first else job.result.get("held_out_loss"),
+        "loss": said.get("loss", first.loss if first else None),
+        "held_out_loss": said.get("held_out_loss", first.held_out_loss if first else None),
+        "reason": said.get("reason"),
         "unigram_entropy": ready.get("unigram_entropy"),
         "tokens_per_s": first.tokens_per_s if first else None,
         "step_s": step_s,
-        "time_left_s": round((steps - step) * step_s, 1) if step_s else None,
+        "time_left_s": round(max(0, steps - step) * step_s, 1) if step_s else None,
         "last_event": _last_event(daemon),
         "uptime_s": round(now - started_at, 1),
         "retry_in_s": daemon.timers.left_s("backoff"),

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import socket
 import stat
+import threading
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -98,6 +99,60 @@ def test_an_endless_line_and_a_silent_client_do_no_harm(tmp_path: Path) -> None:
     started = time.monotonic()
     asyncio.run(story())
     assert time.monotonic() - started < 5
+
+
+def test_an_answer_may_have_any_size(tmp_path: Path) -> None:
+    """`status` of 5,000 ranks was cut at a megabyte: "a bug of everstep"."""
+    row = {"pid": 1234567, "node": "n" * 56, "phase": "step", "step": 100, "beat_age_s": 0.1}
+    workers = [{"rank": rank, **row} for rank in range(16_384)]
+    answer = {"ok": True, "step": 3, "workers": workers, "none": [], "few": [1], "nothing": {}}
+
+    async def many(request: Request) -> Answer:
+        return answer
+
+    async def story() -> tuple[Answer, float]:
+        longest_s = 0.0
+        async with serving(tmp_path, many):
+            asking = asyncio.create_task(asyncio.to_thread(ask, tmp_path, {"command": "status"}))
+            while not asking.done():
+                turn = time.thread_time()
+                await asyncio.sleep(0)
+                longest_s = max(longest_s, time.thread_time() - turn)
+            return await asking, longest_s
+
+    found, longest_s = asyncio.run(story())
+    assert found == answer
+    assert longest_s < 0.05  # of the loop's own time
+
+
+@pytest.mark.parametrize("left", [b"\xff\xfe", b"/nowhere/at/all\n", b"\0\n", b"", b"x" * 5000])
+def test_a_damaged_address_is_no_daemon(tmp_path: Path, left: bytes) -> None:
+    """A file `control` that holds anything made `status` a bug of ours."""
+    (tmp_path / ADDRESS_FILE).write_bytes(left)
+    with pytest.raises(NotRunning):
+        ask(tmp_path, {"command": "status"})
+
+
+@pytest.mark.parametrize("answer", [b"[1\n", b"nonsense\n", b"[" * 100_000 + b"\n", b"\xff\n", b""])
+def test_an_answer_that_is_none_is_said_to_be(tmp_path: Path, answer: bytes) -> None:
+    """A daemon that dies in the midst of its answer has not answered."""
+    path = tmp_path / "s"
+    (tmp_path / ADDRESS_FILE).write_text(f"{path}\n")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen()
+
+        def serve() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(1 << 16)
+                connection.sendall(answer)
+
+        serving_once = threading.Thread(target=serve)
+        serving_once.start()
+        with pytest.raises(NotRunning):
+            ask(tmp_path, {"command": "status"})
+        serving_once.join(5)
 
 
 def test_no_daemon_is_said_to_be_none(tmp_path: Path) -> None:

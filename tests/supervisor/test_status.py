@@ -1,0 +1,46 @@
+"""What `status` answers is what the files say."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from supervisor.status import snapshot
+from tests.sim.run import simulate
+from tests.sim.world import Script
+from trainer.heartbeat import BeatMessage
+
+
+@pytest.fixture
+def ended(tmp_path: Path) -> Any:
+    return simulate(tmp_path / "journal.jsonl", Script(steps=60))
+
+
+def look(sim: Any, **given: Any) -> dict[str, Any]:
+    late = BeatMessage(
+        generation=1, rank=0, pid=1, seq=1, beats=1, phase="step", step=58, loss=2.5, step_s=0.1
+    )
+    about = {"name": "first", "steps": 60, "epoch": 1, "started_at": 0.0}
+
+    async def picture() -> dict[str, Any]:
+        return snapshot(
+            sim.daemon, beats={(1, 0): late}, changed=(), drills=False, **{**about, **given}
+        )
+
+    return asyncio.run(picture())
+
+
+def test_the_last_picture_shows_what_the_result_says(ended: Any) -> None:
+    """A complete job was shown at step 58 of 60, with the loss of step 58."""
+    result = {"step": 60, "loss": 2.25, "held_out_loss": None, "reason": "all steps are done"}
+    shown = look(ended, result=result)
+    assert (shown["state"], shown["step"], shown["loss"]) == ("COMPLETED", 60, 2.25)
+    assert shown["reason"] == "all steps are done"
+
+
+def test_what_the_workers_said_last_counts_before_the_result_is_written(ended: Any) -> None:
+    """The picture is drawn while the job drains."""
+    assert look(ended)["step"] == ended.event("training_completed")["step"] == 60
