@@ -182,12 +182,14 @@ class Roster:
     def _raised(self, record: Record, rank: int, at: float) -> e.Event:
         common: dict[str, Any] = {"at": at, "generation": self.generation, "ranks": (rank,)}
         error = dict(record["error"])
-        if record.get("startup"):
+        # A rank that was ready has started: nothing that it says later is a failure to start.
+        is_starting = rank not in self.said.get("ready", {})
+        if is_starting and record.get("startup"):
             return e.InitializationFailed(
                 **common, error=f"{error.get('type')}: {error.get('message')}"
             )
         phase, secondary = str(record["phase"]), bool(record.get("collective"))
-        if phase == "restore" and not secondary:
+        if is_starting and phase == "restore" and not secondary:
             return e.RestoreFailed(**common, error=error)
         return e.WorkerRaised(
             **common, error=error, phase=phase, step=_step(record), primary=not secondary

@@ -30,7 +30,11 @@ the processor's time: 14,000 faults for 54 MB a step. glibc before 2.35 ignores 
 _SCHEDULER_PREFIXES = ("SLURM_", "OMPI_", "PMI_", "PMIX_")
 
 
-class AddressTaken(Exception):
+class JoinFailed(Exception):
+    """The ranks of a generation could not be joined; another attempt, at another port, may do."""
+
+
+class AddressTaken(JoinFailed):
     """The coordinator cannot use its address; another one will do."""
 
 
@@ -68,7 +72,7 @@ def worker_environment(cpus: float, gpus: int, base_env: Mapping[str, str]) -> d
 def join_world(*, coordinator: str, rank: int, world_size: int, join_timeout_s: float) -> None:
     """Join `world_size` processes at `coordinator` ("host:port"); a world of one needs no joining.
 
-    Raises `AddressTaken` on rank 0 where something else uses the address.
+    Raises `JoinFailed`; on rank 0 `AddressTaken` where something else uses the address.
 
     JAX ends the process with SIGABRT when a peer does not come. Its limit lies well behind
     `join_timeout_s`, so that the caller's own watchdog speaks first.
@@ -83,17 +87,20 @@ def join_world(*, coordinator: str, rank: int, world_size: int, join_timeout_s: 
         _refuse_taken_address(coordinator)
     else:
         _await_coordinator(coordinator, join_timeout_s)
-    _listen_only_at(_own_address(coordinator))
-    jax.distributed.initialize(
-        coordinator_address=coordinator,
-        num_processes=world_size,
-        process_id=rank,
-        cluster_detection_method="deactivate",
-        initialization_timeout=int(join_timeout_s) + 60,
-        heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_S,
-        shutdown_timeout_seconds=SHUTDOWN_TIMEOUT_S,
-        coordinator_bind_address=coordinator if rank == 0 else None,
-    )
+    try:
+        _listen_only_at(_own_address(coordinator))
+        jax.distributed.initialize(
+            coordinator_address=coordinator,
+            num_processes=world_size,
+            process_id=rank,
+            cluster_detection_method="deactivate",
+            initialization_timeout=int(join_timeout_s) + 60,
+            heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_S,
+            shutdown_timeout_seconds=SHUTDOWN_TIMEOUT_S,
+            coordinator_bind_address=coordinator if rank == 0 else None,
+        )
+    except (OSError, RuntimeError) as error:
+        raise JoinFailed(f"rank {rank} could not join at {coordinator}: {error}") from error
 
 
 def _own_address(coordinator: str) -> str:

@@ -1,21 +1,25 @@
 """What an exception means to those who must act: the user, the operator, or a peer's doctor.
 
-Tells a user's mistake from ours, and the victim of a lost peer from the culprit. No jax here.
+Tells a user's mistake from ours, and the victim of a lost peer from the culprit: by type, by the
+place that raised it, and by the form of a native status, never by words that anybody may use. No
+jax here.
 """
 
 from __future__ import annotations
 
+import dis
+import re
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from trainer.data.store import DataUnavailable
 from trainer.drills import DrillError
-from trainer.environment import AddressTaken
+from trainer.environment import JoinFailed
 from trainer.settings import SettingsError
 from trainer.task import TaskError
 
@@ -23,21 +27,17 @@ _TEXT_MAX = 6000
 _FRAMES_MAX = 12
 ERROR_BYTES_MAX = 64 << 20
 
-# How a collective says that its peer is gone: by dispatch, by the result, by the service.
-_LOST_PEER = (
-    "Gloo",
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Timed out waiting",
-    "Application timeout caused pair closure",
-    "coordination service",
-    "Socket closed",
-    "Barrier timed out",
-    "DEADLINE_EXCEEDED",
+_LOST_PEER = re.compile(
+    r"(ABORTED|CANCELLED|DEADLINE_EXCEEDED|FAILED_PRECONDITION|UNAVAILABLE|UNKNOWN): "
 )
-_LOST_PEER_TYPES = frozenset({"ValueError", "JaxRuntimeError", "XlaRuntimeError", "RuntimeError"})
-_ABORTED_FOR_A_PEER = "the JAX distributed service detected fatal errors"
-_PORT_TAKEN = ("Failed to start RPC server", "Address already in use", "Failed to add port")
+"""The status with which JAX's runtime ends what waited for a peer that is gone: a collective at
+dispatch or with its result, a barrier or a key of the coordination service (jax 0.10.2). Others
+say what is wrong in this process: INTERNAL a callback's error, RESOURCE_EXHAUSTED its memory."""
+
+_ABORTED_FOR_A_PEER = re.compile(
+    r"F\d{4} .*client\.h:\d+\] .*the JAX distributed service detected fatal errors"
+)
+"""The line of a fatal log entry of JAX's native client."""
 
 _TRAINER = Path(__file__).resolve().parent
 _OF_THE_TASK = tuple(str(_TRAINER / name) for name in ("tasks", "model.py", "data", "optimizer.py"))
@@ -98,10 +98,11 @@ def whole_text(error: BaseException) -> str:
 
 
 def lost_a_peer(error: BaseException) -> bool:
-    """Whether a collective failed because another process did: a victim, no culprit."""
-    if type(error).__name__ not in _LOST_PEER_TYPES:
-        return False
-    return any(sign in str(error) for sign in _LOST_PEER)
+    """Whether a collective failed because another process did: a victim, no culprit.
+
+    So is whatever was raised because of such an error, or while it was handled.
+    """
+    return any(_is_of_a_lost_peer(one) for one in _with_causes(error))
 
 
 def aborted_for_a_peer(log_tail: Iterable[str]) -> bool:
@@ -109,12 +110,42 @@ def aborted_for_a_peer(log_tail: Iterable[str]) -> bool:
 
     Without process 0 JAX ends every other process within 0.1 s, whatever it is doing.
     """
-    return any(_ABORTED_FOR_A_PEER in line for line in log_tail)
+    return any(_ABORTED_FOR_A_PEER.match(line) for line in log_tail)
 
 
 def could_not_start(error: BaseException) -> bool:
-    """Whether the coordinator's port was taken: nobody's fault, another port will do."""
-    return isinstance(error, AddressTaken) or any(sign in str(error) for sign in _PORT_TAKEN)
+    """Whether the ranks could not be joined: nobody's fault, another port may do."""
+    return isinstance(error, JoinFailed)
+
+
+def _with_causes(error: BaseException) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    left: BaseException | None = error
+    while left is not None and id(left) not in seen:
+        seen.add(id(left))
+        yield left
+        left = left.__cause__ or (None if left.__suppress_context__ else left.__context__)
+
+
+def _is_of_a_lost_peer(error: BaseException) -> bool:
+    """Raised by JAX's runtime (as one of two types), with the status of something that waited."""
+    is_jaxs = type(error).__name__ in ("JaxRuntimeError", "XlaRuntimeError")
+    if not (is_jaxs or type(error) is ValueError) or not _is_native(error):
+        return False
+    return _LOST_PEER.match(str(error)) is not None
+
+
+def _is_native(error: BaseException) -> bool:
+    """Whether compiled code raised it, or Python code of JAX: no `raise` of anybody else's."""
+    place = error.__traceback__
+    if place is None:
+        return False
+    while place.tb_next is not None:
+        place = place.tb_next
+    code = place.tb_frame.f_code
+    if str(place.tb_frame.f_globals.get("__name__", "")).partition(".")[0] in ("jax", "jaxlib"):
+        return True
+    return dis.opname[code.co_code[place.tb_lasti]] != "RAISE_VARARGS"
 
 
 def _is_users_fault(error: BaseException, in_their_code: bool) -> bool:

@@ -552,7 +552,8 @@ class Worker:
 
 def _is_rejection(error: BaseException) -> bool:
     # By name: the modules that define them import jax.
-    return type(error).__name__ in ("CheckpointRejected", "SnapshotRejected")
+    of_ours = type(error).__module__.startswith("trainer.")
+    return of_ours and type(error).__name__ in ("CheckpointRejected", "SnapshotRejected")
 
 
 def main() -> None:

@@ -67,7 +67,10 @@ def test_a_collective_error_is_secondary_and_any_other_is_primary() -> None:
 
 def test_an_abort_that_jax_explains_by_a_lost_peer_is_secondary() -> None:
     """When rank 0 dies, JAX aborts all others within 0.1 s: they are victims."""
-    tail = ["Terminating process because the JAX distributed service detected fatal errors"]
+    tail = [
+        "F1129 23:59:01.000000 7 client.h:80] Terminating process because the JAX distributed "
+        "service detected fatal errors"
+    ]
     exit = {"status": None, "signal": "SIGABRT", "phase": "step", "step": 7}
     (victim,) = say(ready(roster()), "exit", 1, **exit, log_tail=tail)
     (other,) = say(ready(roster()), "exit", 1, **exit, log_tail=["assertion failed"])
@@ -105,6 +108,16 @@ def test_startup_and_restore_failures_have_their_own_names() -> None:
     assert names(say(roster(), "restore_rejected", 0, path="p", reason="r")) == [
         "restore_point_rejected"
     ]
+
+
+def test_a_rank_that_was_ready_can_no_longer_fail_to_start() -> None:
+    """An error in a phase "restore" of the user's own, while the job ran, made no event at all, and
+    the exit after it was taken for explained."""
+    kwargs = {"error": ERROR, "collective": False, "step": 7}
+    for more in ({"phase": "step", "startup": True}, {"phase": "restore", "startup": False}):
+        (event,) = say(ready(roster()), "raised", 0, **more, **kwargs)
+        assert isinstance(event, e.WorkerRaised)
+        assert (event.primary, event.phase) == (True, more["phase"])
 
 
 def test_a_standby_says_nothing_but_that_it_is_ready_or_lost() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from trainer import failures
 from trainer.drills import DrillError
+from trainer.environment import AddressTaken, JoinFailed
 from trainer.settings import SettingsError
 from trainer.task import TaskError
 
@@ -24,6 +26,20 @@ def raised(error: BaseException) -> BaseException:
         return caught
 
 
+def raised_natively(error: Exception) -> BaseException:
+    """As compiled code raises it: where Python code called it, without a `raise`."""
+    loop = asyncio.new_event_loop()
+    future: asyncio.Future[None] = asyncio.Future(loop=loop)
+    future.set_exception(error)
+    try:
+        future.result()
+    except BaseException as caught:
+        return caught
+    finally:
+        loop.close()
+    raise AssertionError("nothing was raised")
+
+
 def raised_in(path: Path, code: str) -> BaseException:
     path.write_text(code)
     try:
@@ -37,15 +53,39 @@ def raised_in(path: Path, code: str) -> BaseException:
     "error",
     [
         ValueError("UNKNOWN: Gloo all-reduce failed: Connection closed by peer [127.0.0.1]:1"),
-        JaxRuntimeError("Gloo AllGather failed: Read error: Connection reset by peer"),
+        JaxRuntimeError("UNKNOWN: Gloo AllGather failed: Read error: Connection reset by peer"),
         JaxRuntimeError("DEADLINE_EXCEEDED: Barrier timed out"),
-        JaxRuntimeError("Application timeout caused pair closure"),
     ],
 )
-def test_a_collective_that_lost_its_peer_is_a_victim(error: BaseException) -> None:
-    """The same failure comes as two types and in many words (FACTS 1.2)."""
-    assert failures.lost_a_peer(error)
-    assert not failures.describe(raised(error)).user
+def test_a_collective_that_lost_its_peer_is_a_victim(error: Exception) -> None:
+    """The same failure comes as two types and in many words."""
+    caught = raised_natively(error)
+    assert failures.lost_a_peer(caught)
+    assert not failures.describe(caught).user
+
+
+def test_an_error_that_a_lost_peer_led_to_is_a_victims_too() -> None:
+    """A training loop that wraps what its step raised hid the cause, and was blamed."""
+    cause = raised_natively(JaxRuntimeError("UNKNOWN: Gloo all-reduce failed: closed by peer"))
+    wrapped = RuntimeError("step 7 failed")
+    wrapped.__cause__ = cause
+    assert failures.lost_a_peer(wrapped)
+    while_handled = KeyError("row")
+    while_handled.__context__ = cause
+    assert failures.lost_a_peer(while_handled)
+    while_handled.__suppress_context__ = True  # raise … from None
+    assert not failures.lost_a_peer(while_handled)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["Timed out waiting for my data server", "UNKNOWN: Gloo all-reduce failed: closed by peer"],
+)
+def test_the_words_of_a_users_error_make_no_victim_of_it(tmp_path: Path, text: str) -> None:
+    """A server of the user's own timed out, and the search for a culprit went on."""
+    caught = raised_in(tmp_path / "mine.py", f"raise ValueError({text!r})")
+    assert not failures.lost_a_peer(caught)
+    assert failures.describe(caught).user
 
 
 @pytest.mark.parametrize(
@@ -53,19 +93,22 @@ def test_a_collective_that_lost_its_peer_is_a_victim(error: BaseException) -> No
     [
         ValueError("shapes (3, 4) and (5,) cannot be multiplied"),
         JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory"),
+        JaxRuntimeError("INTERNAL: CpuCallback error: Connection closed by peer"),
         KeyError("Connection closed by peer"),
         DrillError("this error was ordered by a drill"),
     ],
 )
-def test_an_error_outside_a_collective_is_a_culprit(error: BaseException) -> None:
+def test_an_error_outside_a_collective_is_a_culprit(error: Exception) -> None:
     """A culprit that is taken for a victim lets the search go on for ever."""
-    assert not failures.lost_a_peer(error)
+    assert not failures.lost_a_peer(raised_natively(error))
 
 
-def test_a_taken_port_is_told_from_every_other_error() -> None:
-    """Another port is worth a try; another error is not."""
-    assert failures.could_not_start(JaxRuntimeError("UNKNOWN: Failed to start RPC server"))
-    assert not failures.could_not_start(JaxRuntimeError("INTERNAL: something else"))
+def test_only_what_fails_in_the_join_is_a_failed_start(tmp_path: Path) -> None:
+    """An HTTP server of the user's on a taken port was no event at all while the job ran."""
+    assert failures.could_not_start(AddressTaken("in use"))
+    assert failures.could_not_start(JoinFailed("UNKNOWN: Failed to start RPC server"))
+    code = "raise OSError(98, 'Address already in use')"
+    assert not failures.could_not_start(raised_in(tmp_path / "mine.py", code))
 
 
 def test_the_abort_of_a_process_without_its_coordinator_is_read_from_its_log() -> None:
@@ -76,6 +119,8 @@ def test_the_abort_of_a_process_without_its_coordinator_is_read_from_its_log() -
     )
     assert failures.aborted_for_a_peer(["something", line])
     assert not failures.aborted_for_a_peer(["Fatal Python error: Aborted"])
+    quoted = "my logger: the JAX distributed service detected fatal errors, said rank 0"
+    assert not failures.aborted_for_a_peer([quoted])
 
 
 def test_only_the_users_frames_are_shown(tmp_path: Path) -> None:
