@@ -197,6 +197,9 @@ class Cluster(Protocol):
     async def discard_snapshot(self, generation: int, step: int) -> None:
         """Remove a snapshot wherever it is held."""
 
+    async def discard_snapshots_above(self, step: int) -> None:
+        """Remove all snapshots above a step, whole or not. Raises ClusterError while in doubt."""
+
     async def prepare_spares(self) -> None:
         """Have a process with JAX imported wait in every slot, for the next start."""
 
@@ -457,6 +460,20 @@ class RayCluster:
                     if slot.rank not in self._dead
                 )
             )
+
+    async def discard_snapshots_above(self, step: int) -> None:
+        """On this machine, and wherever there are slots: each that lives must answer."""
+        directory = snapshot_directory(self._run_dir)
+        found = await self._in_thread(_ORDER_LIMIT_S, list_snapshots, directory)
+        doomed = {(one.generation, one.step) for one in found}
+        if any(one != machine() for one in self._machines):
+            living = [slot.rank for slot in self._slots if slot.rank not in self._dead]
+            answers = await asyncio.gather(*(self._tell(rank, "snapshots") for rank in living))
+            held = [one for answer in answers for one in answer["snapshots"]]
+            doomed |= {(one["generation"], one["step"]) for one in held}
+        for generation, at in sorted(doomed):
+            if at > step:
+                await self.discard_snapshot(generation, at)
 
     async def prepare_spares(self) -> None:
         """In all slots at once. Raises ClusterError."""

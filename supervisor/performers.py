@@ -244,7 +244,7 @@ class Performers:
             action |= {"outcome": "failed", "error": text}
             # At the end of a run no event of it is heard any more: a person has to be told here.
             log.error("action_failed", action=action["action"], why=text)
-            outcome = e.HousekeepingFailed(at=self.clock(), action=action["action"], error=text)
+            outcome = self._failure_of(effect, text)
         except Exception as error:
             self.on_bug(error)
             return
@@ -253,6 +253,32 @@ class Performers:
             self.on_action({**action, "at": self.clock(), "duration_s": round(took_s, 4)})
         if outcome is not None:
             self.on_outcome(outcome)
+
+    def _failure_of(self, effect: x.Effect, error: str) -> e.Event:
+        """What ends an effect that failed: the event of its own that the core waits for, if any."""
+        at = self.clock()
+        match effect:
+            case x.SelectRestorePoint(generation=generation):
+                return e.RestorePointsUnreadable(at=at, generation=generation, error=error)
+            case x.PlaceSlots(generation=generation):
+                return e.PlacementFailed(at=at, generation=generation, error=error)
+            case x.PreloadStandby():
+                return e.HousekeepingFailed(at=at, action="PreloadStandby", error=error)
+            case x.StartWorkers(generation=generation):  # and RestoreWorkers and PromoteStandby
+                ranks = tuple(range(self.workers))
+                return e.InitializationFailed(
+                    at=at, generation=generation, ranks=ranks, error=error
+                )
+            case x.PrepareStandby(generation=generation):
+                return e.StandbyLost(at=at, generation=generation, ranks=(), why=error)
+            case x.SaveWorkers(generation=generation):
+                return e.LastSaveFailed(at=at, generation=generation, error=error)
+            case x.CollectEvidence(generation=generation):
+                ranks = tuple(range(self.workers))
+                return e.EvidenceCollected(at=at, generation=generation, missing=ranks)
+            case x.KillWorkers(generation=generation):
+                return e.ExitUnproven(at=at, generation=generation, unproven=(error,), exits=())
+        return e.HousekeepingFailed(at=at, action=type(effect).__name__, error=error)
 
     async def _perform(self, effect: x.Effect) -> e.Event | None:
         match effect:
@@ -352,17 +378,16 @@ class Performers:
         points: list[RestorePoint],
         snapshots: list[Snapshot],
     ) -> tuple[list[RestorePoint], list[Snapshot]]:
-        """What is left to choose from; all above the target is set aside, for good."""
+        """What is left to choose from; all above the target is set aside, for good.
+
+        Raises OSError, DiskError or ClusterError while that is not done, so that it is tried again.
+        """
         points = [point for point in points if point.step <= effect.step_max]
-        kept = [
-            one for one in snapshots if one.step <= effect.step_max and not effect.checkpoints_only
-        ]
-        target = max([point.step for point in points] + [one.step for one in kept], default=0)
-        why = f"rolled back to step {target}"
-        await self.disk.quarantine_above(target, why)
-        for one in snapshots:
-            if one not in kept:
-                await self.cluster.discard_snapshot(one.generation, one.step)
+        newest = -1 if effect.checkpoints_only else effect.step_max
+        kept = [snapshot for snapshot in snapshots if snapshot.step <= newest]
+        target = max([*(point.step for point in points), *(one.step for one in kept)], default=0)
+        await self.disk.quarantine_above(target, f"rolled back to step {target}")
+        await self.cluster.discard_snapshots_above(newest)
         return points, kept
 
     async def _place_where_it_fits(

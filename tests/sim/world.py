@@ -232,6 +232,11 @@ class SimCluster:
     async def discard_snapshot(self, generation: int, step: int) -> None:
         self.held = [one for one in self.held if (one.generation, one.step) != (generation, step)]
 
+    async def discard_snapshots_above(self, step: int) -> None:
+        for snapshot in list(self.held):
+            if snapshot.step > step:
+                await self.discard_snapshot(snapshot.generation, snapshot.step)
+
     async def prepare_spares(self) -> None:
         self.calls.append("spares")
 

@@ -1,0 +1,57 @@
+"""A disk or a slot that fails once and is well again, in virtual time: the job goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from supervisor.cluster import ClusterError
+from tests.sim.run import Sim, simulate
+from tests.sim.world import Script, SimCluster, SimDisk
+
+SILENT = ClusterError("the slot of rank 1 did not answer `discard_snapshot` within 5.0 s")
+
+
+def fail(monkeypatch: pytest.MonkeyPatch, kind: type, name: str, error: Exception) -> list[int]:
+    """From its first call on, `name` fails so often as the list that comes back is long."""
+    left = [1, 2]
+    real = getattr(kind, name)
+
+    async def flaky(self: Any, *arguments: Any) -> Any:
+        if left:
+            left.pop()
+            raise error
+        return await real(self, *arguments)
+
+    monkeypatch.setattr(kind, name, flaky)
+    return left
+
+
+def chosen(sim: Sim) -> dict[str, Any]:
+    """The last restore point that was selected."""
+    events = [move["event"] for move in sim.moves]
+    return [event for event in events if event["event"] == "restore_point_selected"][-1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "error"),
+    [
+        (SimDisk, "quarantine_above", OSError(5, "Input/output error")),
+        (SimCluster, "discard_snapshot", SILENT),
+    ],
+)
+def test_a_rollback_that_meets_an_error_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type, name: str, error: Exception
+) -> None:
+    """One EIO, or one late slot, while a rollback set aside what lay above its target: the job
+    stayed in RESTORING for ever, since nothing answered the effect that had failed."""
+    left = fail(monkeypatch, kind, name, error)
+    script = Script(steps=60, snapshot_every=1, bad_batches={33: "rollback"})
+    sim = simulate(tmp_path / "journal.jsonl", script)
+    assert left == []
+    assert sim.names.count("restore_points_unreadable") == 2
+    assert sim.status == 0
+    assert (chosen(sim)["kind"], chosen(sim)["step"]) == ("checkpoint", 30)
+    assert all(snapshot.generation > 1 for snapshot in sim.cluster.held)
