@@ -45,7 +45,7 @@ from supervisor.in_force import InForce, digest_of, keep, recall
 from supervisor.journal import JOURNAL_FILE, Journal
 from supervisor.lock import Lock, acquire
 from supervisor.metrics import StepSums, last_row
-from supervisor.past import Past, job_after, past_of, past_on_disk
+from supervisor.past import Past, job_after, past_of, past_on_disk, run_after
 from supervisor.performers import Performers, start_of
 from supervisor.preflight import must_be_ready
 from supervisor.redis_address import address_of, take_password
@@ -168,6 +168,7 @@ class _Assembly:
         self.changed = changed
         self.settings, self.run_dir, self.lock, self.past = settings, run_dir, lock, past
         self.inherited = inherited
+        self.run_number = run_after(past)
         self.config_dir = config_path.resolve().parent
         self.terminal = terminal
         self.started_at = time.time()
@@ -218,6 +219,7 @@ class _Assembly:
                 job=settings.job.name,
                 limits=asdict(self._limits()),
                 settings_digest=digest_of(settings),
+                run=self.run_number,
             ),
             performers_of=self._performers,
             fence=lock.check,
@@ -291,6 +293,7 @@ class _Assembly:
             "checkpoint": settings.checkpoint.model_dump(mode="json"),
             **start_of(effect),
             "failure_every_s": self._failure_every_s(),
+            "run": self.run_number,
             "snapshots": {
                 "directory": str(self.snapshots),
                 "every_steps": settings.recovery.snapshot_every_steps,
@@ -342,13 +345,6 @@ class _Assembly:
         except (KeyError, TypeError, ValueError) as error:
             log.error("report_unreadable", record=record, why=repr(error))
             return
-        if record.get("report") == "ready" and record.get("differences"):
-            log.warning(
-                "environment_differs",
-                rank=record["rank"],
-                differences=record["differences"],
-                consequence="the numbers may differ in their last bits",
-            )
         for event in found:
             self.daemon.post(event)
 

@@ -331,7 +331,9 @@ class Daemon:
         return story
 
 
-def header_of(*, job: str, limits: dict[str, Any], settings_digest: str) -> dict[str, Any]:
+def header_of(
+    *, job: str, limits: dict[str, Any], settings_digest: str, run: int
+) -> dict[str, Any]:
     """The line that opens a segment of the journal."""
     return {
         "kind": "header",
@@ -340,6 +342,7 @@ def header_of(*, job: str, limits: dict[str, Any], settings_digest: str) -> dict
         "table": table_digest(),
         "limits": limits,
         "settings": settings_digest,
+        "run": run,
     }
 
 

@@ -271,6 +271,9 @@ def _trouble(snapshot: Snapshot) -> Text | None:
         parts.append(f"no {where} on the disk since {clock(row.get('since'))}: {row.get('why')}")
     if keys := snapshot.get("settings_changed"):
         parts.append(f"changed, and counting when workers start anew: {', '.join(keys)}")
+    if found := snapshot.get("differences"):
+        more = f"; {len(found) - 2} more in `status --json`" if len(found) > 2 else ""
+        parts.append(f"not as it was: {'; '.join(found[:2])}{more}")
     if snapshot.get("retry_in_s"):
         parts.append(f"the next retry is in {snapshot['retry_in_s']:.0f} s")
     return Text("; ".join(parts), style="yellow") if parts else None

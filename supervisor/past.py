@@ -8,6 +8,7 @@ from typing import Any
 
 from supervisor import incidents, restore_points
 from supervisor.fsm.job import Job, Limits
+from supervisor.fsm.states import TERMINAL
 from supervisor.journal import Record
 
 _TRAIN = ("StartWorkers", "RestoreWorkers", "PromoteStandby")
@@ -19,13 +20,15 @@ UNKNOWN = "UNKNOWN"  # the state that a run without a journal has left
 class Past:
     """The last segment of a journal: how it ended, and the numbers that only grow.
 
-    `state` is empty if no daemon has run here. `active` is the generation that was told to train.
-    `verified` are (generation, step) of the newest checkpoints that were read back and agreed.
-    `skips` are (step, number of batches left out before it). The last three are those of a `Job`:
-    a rollback that was decided and not done, whatever ended the run before that.
+    `state` is empty if no daemon has run here. `run` is the number of the run; 0 = not known.
+    `active` is the generation that was told to train. `verified` are (generation, step) of the
+    newest checkpoints that were read back and agreed. `skips` are (step, number of batches left out
+    before it). The last three are those of a `Job`: a rollback that was decided and not done,
+    whatever ended the run before that.
     """
 
     state: str = ""
+    run: int = 0
     generation: int = 0
     active: int = 0
     placement: int = 0
@@ -40,13 +43,15 @@ class Past:
 
 def past_of(records: Iterable[Record]) -> Past:
     """Read the records of one segment, in order."""
-    state, active, committed_step = "", 0, -1
+    state, run, active, committed_step = "", 0, 0, -1
     verified: dict[tuple[int, int], None] = {}
     skips: tuple[tuple[int, int], ...] = ()
     rollback: dict[str, Any] = {}
     numbers = {"generation": 0, "placement": 0, "incident": 0}
     for record in records:
-        if record["kind"] == "job":
+        if record["kind"] == "header":
+            run = int(record.get("run", 0))
+        elif record["kind"] == "job":
             job = record["job"]
             state, active, committed_step = job["state"], job["active"], job["committed_step"]
             numbers["generation"] = max(numbers["generation"], job["generation"])
@@ -75,6 +80,7 @@ def past_of(records: Iterable[Record]) -> Past:
                 committed_step = max(committed_step, event["step"])
     return Past(
         state=state,
+        run=run,
         generation=numbers["generation"],
         active=active,
         placement=numbers["placement"],
@@ -84,6 +90,15 @@ def past_of(records: Iterable[Record]) -> Past:
         skips=skips,
         **rollback,
     )
+
+
+def run_after(past: Past) -> int:
+    """The number of the run that follows: its first generation, or that of a run not ended yet.
+
+    A run ends in a terminal state only: a daemon that vanished, and lost workers, do not end it.
+    """
+    ended = past.state in ("", UNKNOWN, *(state.name for state in TERMINAL))
+    return past.generation + 1 if ended or not past.run else past.run
 
 
 def job_after(past: Past, limits: Limits) -> Job:

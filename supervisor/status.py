@@ -65,6 +65,7 @@ def snapshot(
         "heartbeat_store_lost_since": job.blind_since,
         "journal_lost_since": daemon.journal_lost_since,
         "settings_changed": list(changed),
+        "differences": list(job.differences),
         "disk": list(disk),
         "loss": said.get("loss", first.loss if first else None),
         "held_out_loss": said.get("held_out_loss", first.held_out_loss if first else None),

@@ -44,6 +44,7 @@ class Roster:
         self.phases: dict[int, str] = dict.fromkeys(range(world_size), "initialize")
         self._held: list[Record] = []
         self._taken: set[tuple[int, int]] = set()  # (rank, seq) of reports in STATES
+        self._differences: set[str] = set()
         self._changed = asyncio.Event()
 
     @property
@@ -81,15 +82,16 @@ class Roster:
             return [e.HousekeepingFailed(at=at, action=what, error=why)] if why else []
         first = rank not in self.said.setdefault(kind, {})
         self.said[kind][rank] = record
+        if kind == "program_retraced":
+            difference = str(record["difference"])
+            return self._differing([difference] if difference else [], at)
         if self.standby:
             return [] if self.ending else self._standing_by(record, kind, rank, at)
         if kind in _TRAINING:
             self._held.append(record)
             return list(self._training(at))
-        if kind == "ready" and self.is_ready and first:
-            ready = e.WorkersRestored if self.restoring else e.WorkersInitialized
-            every_rank = ready(at=at, generation=self.generation, step=int(record["step"]))
-            return [every_rank, *self._training(at)]
+        if kind == "ready" and first:
+            return self._ready(record, at)
         if kind == "restore_rejected":
             path, why = str(record["path"]), str(record["reason"])
             return [
@@ -102,6 +104,23 @@ class Roster:
         if kind == "exit":
             return self._exited(record, rank, at)
         return []
+
+    def _ready(self, record: Record, at: float) -> list[e.Event]:
+        """What is not as it was is found before the steps that it may change."""
+        found = self._differing([str(line) for line in record.get("differences", ())], at)
+        if not self.is_ready:
+            return found
+        ready = e.WorkersRestored if self.restoring else e.WorkersInitialized
+        every_rank = ready(at=at, generation=self.generation, step=int(record["step"]))
+        return [*found, every_rank, *self._training(at)]
+
+    def _differing(self, lines: list[str], at: float) -> list[e.Event]:
+        """Each line once, whichever rank found it first."""
+        news = tuple(line for line in lines if line not in self._differences)
+        self._differences |= set(news)
+        if not news:
+            return []
+        return [e.DifferencesFound(at=at, generation=self.generation, differences=news)]
 
     def _standing_by(self, record: Record, kind: str, rank: int, at: float) -> list[e.Event]:
         common: dict[str, Any] = {"at": at, "generation": self.generation}

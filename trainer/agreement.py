@@ -20,7 +20,10 @@ ENDS = "_sha256"
 CODE = "code_sha256"
 """Of the modules of the user's own."""
 
-_POLL_S = 0.05
+PROGRAM = "program_sha256"
+"""Of what a rank traced: all must run the same."""
+
+_POLLS_S = (0.005, 0.05)  # the first pause, the longest; doubled in between
 
 
 def compare(
@@ -34,9 +37,11 @@ def compare(
     board.write(rank, json.dumps(ours))
     if rank == 0:
         return
+    pause_s, longest_s = _POLLS_S
     while 0 not in (found := board.read()):
         tick()
-        time.sleep(_POLL_S)
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, longest_s)
     theirs = json.loads(found[0])
     apart = sorted(
         name for name in {*ours, *theirs} if ours.get(name, "none") != theirs.get(name, "none")
@@ -51,6 +56,12 @@ def compare(
                 f"[trainer] task: rank {rank} has other code than rank 0 ({said}); install the "
                 "same version of it on all nodes, or put it beside the settings file"
             )
+        if apart == [PROGRAM]:
+            raise SettingsError(
+                f"[trainer] task: rank {rank} has another program than rank 0 ({said}); what the "
+                "task reads while it is traced (a file, an environment variable) must be the same "
+                "on all nodes"
+            )
         raise SettingsError(
             f"[trainer.data] path: rank {rank} has other data than rank 0 ({said}); give all nodes "
             "the same files, for example on a file system that they share"
@@ -58,8 +69,13 @@ def compare(
 
 
 def compare_over_ranks(
-    facts: Mapping[str, Any], *, rank: int, world_size: int, tick: Callable[[], None]
+    facts: Mapping[str, Any],
+    *,
+    rank: int,
+    world_size: int,
+    tick: Callable[[], None],
+    subject: str = "digests",
 ) -> None:
-    """See `compare`; nothing to do in a world of one."""
+    """See `compare`; nothing to do in a world of one. Each `subject` is compared once."""
     if world_size > 1:
-        compare(facts, Coordination("digests"), rank, tick)
+        compare(facts, Coordination(subject), rank, tick)

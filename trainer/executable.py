@@ -1,7 +1,9 @@
 """Compiled programs on disk, so that later generations neither trace nor compile.
 
-Rank 0 writes what it compiled, every rank reads it. A file is unpickled only if nobody but us could
-have written it and its digest is right; whatever is wrong with it, the answer is to compile.
+A program is stored under the digest of what was lowered. The first generation of a run of the
+machine traces, and notes which program the run has; its later generations load that one. Rank 0
+writes, every rank reads. A file is unpickled only if nobody else could have written it and its
+digest is right; if anything is wrong with it, the program is traced and compiled.
 """
 
 # mypy: allow-untyped-calls
@@ -13,24 +15,26 @@ import hashlib
 import json
 import os
 import pickle
+import re
 import stat
-import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
 import structlog
 
-from trainer.step import Layout, Programs, Shapes, compile_shapes, named_leaves
+from trainer.step import Layout, Programs, Shapes, lower, named_leaves
 from trainer.task import Task
+from trainer.whole import write_whole
 
 log = structlog.get_logger()
 
-VERSION = 2
+VERSION = 3
 KEPT = 8
 """Files that stay in the folder, the newest: world sizes and settings come and go."""
 
@@ -44,36 +48,63 @@ class ExecutableRejected(Exception):
     """A file that must not be loaded; the text says why."""
 
 
-def load_or_compile(
-    folder: Path, task: Task, layout: Layout, shapes: Shapes, described: Mapping[str, Any]
-) -> Programs:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chosen:
+    """The programs to run, the digest of what was lowered, and whether it was traced just now."""
+
+    programs: Programs
+    digest: str
+    traced: bool
+
+
+def choose(
+    folder: Path,
+    task: Task,
+    layout: Layout,
+    shapes: Shapes,
+    described: Mapping[str, Any],
+    run: int = 0,
+) -> Chosen:
     """The programs for these shapes; `described` is whatever else decides what they compute.
 
-    Raises only what compiling raises.
+    `run` numbers the run of the machine. Within one, the program that it began with is loaded: it
+    is what an undisturbed run would go on with, whatever a trace would give now. Raises only what
+    tracing and compiling raise.
     """
     key = key_of(task, layout, shapes, described)
+    noted = _read_note(_note_path(folder, key))
+    if noted is not None and noted.run == run:
+        programs = _load_if_sound(folder, key, noted.program, layout, shapes)
+        if programs is not None:
+            return Chosen(programs=programs, digest=noted.program, traced=False)
     started = time.monotonic()
-    try:
-        programs = load(folder / f"{key}.bin", layout, shapes)
-        log.info("executable loaded", key=key[:12], seconds=round(time.monotonic() - started, 3))
-        return programs
-    except FileNotFoundError:
-        log.info("executable compiled: none is stored", key=key[:12])
-    except ExecutableRejected as error:
-        log.warning("executable compiled: the stored one is refused", key=key[:12], why=str(error))
-    programs = compile_shapes(task, layout, shapes)
-    if task.context.rank == 0:
-        threading.Thread(
-            target=_store_or_say, args=(folder / f"{key}.bin", programs), name="store", daemon=True
-        ).start()
-    return programs
+    lowered = lower(task, layout, shapes)
+    digest = lowered.digest()
+    seconds = round(time.monotonic() - started, 3)
+    log.info("program traced", program=digest[:12], run=run, seconds=seconds)
+    leads = task.context.rank == 0
+    if leads and noted != (now := _Note(run=run, program=digest)):
+        _write_note(_note_path(folder, key), now)
+    programs = _load_if_sound(folder, key, digest, layout, shapes)
+    if programs is None:
+        programs = lowered.compile()
+        if leads:
+            path = path_of(folder, key, digest)
+            threading.Thread(
+                target=_store_or_say, args=(path, programs), name="store", daemon=True
+            ).start()
+    return Chosen(programs=programs, digest=digest, traced=True)
+
+
+def path_of(folder: Path, key: str, digest: str) -> Path:
+    """Where a program lies: under what it needs, and what it is."""
+    return folder / f"{key}.{digest}.bin"
 
 
 def key_of(task: Task, layout: Layout, shapes: Shapes, described: Mapping[str, Any]) -> str:
-    """SHA-256 over all that invalidates a compiled program.
+    """SHA-256 over all that a compiled program needs beside the program itself.
 
-    Versions, flags, processor, devices, settings, shapes, and the sources of the task and of this
-    package: tracing is skipped, so that changed code must change the key.
+    Versions (the sources of this package are one), flags, processor, devices, settings, shapes.
     """
     context = task.context
     parts = {
@@ -86,7 +117,7 @@ def key_of(task: Task, layout: Layout, shapes: Shapes, described: Mapping[str, A
         },
         "config": {name: str(value) for name, value in jax.config.values.items()},
         "installed": _installed(),
-        "sources": sorted(_sources(task)),
+        "sources": _sources(),
         "world_size": context.world_size,
         "mesh": {name: int(size) for name, size in layout.mesh.shape.items()},
         "devices": [int(device.id) for device in layout.mesh.devices.flat],
@@ -159,6 +190,65 @@ def load(path: Path, layout: Layout, shapes: Shapes) -> Programs:
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Note:
+    """Which program the run of the machine has that traced last."""
+
+    run: int
+    program: str
+
+
+def _note_path(folder: Path, key: str) -> Path:
+    return folder / f"{key}.json"
+
+
+def _read_note(path: Path) -> _Note | None:
+    try:
+        with path.open("rb") as file:
+            _require_ours(path, file.fileno())
+            noted = json.loads(file.read(_HEADER_LIMIT))
+        return _Note(run=int(noted["run"]), program=_digest(noted["program"]))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, ExecutableRejected) as error:
+        log.warning("program_note_refused", path=str(path), why=str(error))
+        return None
+
+
+def _write_note(path: Path, note: _Note) -> None:
+    """Without it later generations trace too, and are compared by their restore points."""
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_whole(path, json.dumps(asdict(note)) + "\n")
+    except OSError as error:
+        log.warning("program_note_not_written", path=str(path), why=str(error))
+
+
+def _digest(text: Any) -> str:
+    """It becomes part of a path: nothing but a digest may."""
+    if not (isinstance(text, str) and re.fullmatch("[0-9a-f]{64}", text)):
+        raise ValueError(f"{text!r} is not a SHA-256 digest")
+    return text
+
+
+def _load_if_sound(
+    folder: Path, key: str, digest: str, layout: Layout, shapes: Shapes
+) -> Programs | None:
+    started = time.monotonic()
+    try:
+        programs = load(path_of(folder, key, digest), layout, shapes)
+    except FileNotFoundError:
+        log.info("executable compiled: none is stored", program=digest[:12])
+    except ExecutableRejected as error:
+        why = str(error)
+        log.warning("executable compiled: the stored one is refused", program=digest[:12], why=why)
+    else:
+        seconds = round(time.monotonic() - started, 3)
+        log.info("executable loaded", program=digest[:12], seconds=seconds)
+        return programs
+    return None
+
+
 def _store_or_say(path: Path, programs: Programs) -> None:
     """In a thread: a program that cannot be stored costs the next generation a compilation."""
     started = time.monotonic()
@@ -174,9 +264,7 @@ def _store_or_say(path: Path, programs: Programs) -> None:
 def _read(path: Path) -> bytes:
     """The payload, if its file is ours alone and its digest is right."""
     with path.open("rb") as file:
-        for found in (os.fstat(file.fileno()), path.parent.stat()):
-            if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o022:
-                raise ExecutableRejected(f"{path} is not ours alone (owner {found.st_uid})")
+        _require_ours(path, file.fileno())
         line = file.readline(_HEADER_LIMIT)
         payload = file.read()
     try:
@@ -191,6 +279,13 @@ def _read(path: Path) -> bytes:
     return payload
 
 
+def _require_ours(path: Path, descriptor: int) -> None:
+    """Raises ExecutableRejected where another could have written the file, or renamed it here."""
+    for found in (os.fstat(descriptor), path.parent.stat()):
+        if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o022:
+            raise ExecutableRejected(f"{path} is not ours alone (owner {found.st_uid})")
+
+
 def _owner_only(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
 
@@ -198,9 +293,12 @@ def _owner_only(path: str, flags: int) -> int:
 def _forget_old(folder: Path) -> None:
     """Keep the newest files; drafts of the dead go too."""
     with contextlib.suppress(FileNotFoundError):  # another generation tidies up as well
-        dated = sorted(folder.glob("*.bin"), key=lambda file: file.stat().st_mtime, reverse=True)
-        for old in [*dated[KEPT:], *folder.glob(".*.bin.*")]:
-            old.unlink(missing_ok=True)
+        for kind in ("*.bin", "*.json"):
+            dated = sorted(folder.glob(kind), key=lambda file: file.stat().st_mtime, reverse=True)
+            for old in dated[KEPT:]:
+                old.unlink(missing_ok=True)
+        for draft in folder.glob(".*.bin.*"):
+            draft.unlink(missing_ok=True)
 
 
 def _described(tree: Any) -> list[list[str]]:
@@ -219,22 +317,9 @@ def _installed() -> list[str]:
     return sorted(found)
 
 
-def _sources(task: Task) -> Iterator[tuple[str, str]]:
-    """Name and digest of every source that may shape the programs.
-
-    This package, what lies beside or below the task's module, and every loaded module that is not
-    installed: a task may import its own helpers while it is traced.
-    """
-    files = set(_TRAINER.rglob("*.py"))
-    top = sys.modules[type(task).__module__.partition(".")[0]]
-    if (origin := getattr(top, "__file__", None)) is not None:
-        beside = Path(origin).resolve().parent
-        files |= set(beside.rglob("*.py") if hasattr(top, "__path__") else beside.glob("*.py"))
-    libraries = tuple(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "purelib", "platlib"))
-    for loaded in list(sys.modules.values()):
-        origin = getattr(loaded, "__file__", None)
-        if isinstance(origin, str) and not origin.startswith(libraries):
-            files.add(Path(origin).resolve())
-    for file in files:
-        with contextlib.suppress(OSError):  # a module may name a file inside an archive
-            yield str(file), hashlib.sha256(file.read_bytes()).hexdigest()
+def _sources() -> list[tuple[str, str]]:
+    """Name and digest of every source of this package."""
+    return sorted(
+        (str(file.relative_to(_TRAINER)), hashlib.sha256(file.read_bytes()).hexdigest())
+        for file in _TRAINER.rglob("*.py")
+    )

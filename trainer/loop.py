@@ -137,6 +137,7 @@ class ModelTrainer:
         on_outcome: Callable[[Outcome], None],
         snapshots: Snapshots | None = None,
         executables: Path | None = None,
+        run: int = 0,
         skips: Skips = (),
         failure_every_s: float = DEFAULT_FAILURE_EVERY_S,
     ) -> None:
@@ -148,7 +149,8 @@ class ModelTrainer:
         self._board: Board | None = None
         self._job_dir, self._beat, self._restore_from = job_dir, beat, restore_from
         self._on_outcome = on_outcome
-        self._executables = executables
+        self._executables, self._run = executables, run
+        self._program, self._is_traced = "", True
         self._snapshots = snapshots
         self._writer: SnapshotWriter | None = None
         self._saver: checkpoint.Saver | None = None
@@ -206,11 +208,41 @@ class ModelTrainer:
 
     def _load_or_compile(self) -> step.Programs:
         shapes = step.shapes_of(self._task, self._layout, self._settings.seed)
+        self._shapes_traced = shapes
         if self._executables is None:
-            return step.compile_shapes(self._task, self._layout, shapes)
+            lowered = step.lower(self._task, self._layout, shapes)
+            self._program = lowered.digest()
+            return lowered.compile()
         described = {"environment": self._environment, "facts": self._facts}
-        return executable.load_or_compile(
-            self._executables, self._task, self._layout, shapes, described
+        chosen = executable.choose(
+            self._executables, self._task, self._layout, shapes, described, self._run
+        )
+        self._program, self._is_traced = chosen.digest, chosen.traced
+        agreement.compare_over_ranks(
+            {agreement.PROGRAM: self._program},
+            rank=self._context.rank,
+            world_size=self._context.world_size,
+            tick=self._beat.tick,
+            subject="programs",
+        )
+        return chosen.programs
+
+    @property
+    def may_retrace(self) -> bool:
+        """Whether its program was loaded without a trace; a trace may give another one by now."""
+        return not self._is_traced
+
+    def retrace(self) -> str:
+        """Trace again, for comparison alone, and say what differs; "" if nothing does.
+
+        May be called from another thread while this one waits. Raises what the task raises.
+        """
+        now = step.lower(self._task, self._layout, self._shapes_traced).digest()
+        if now == self._program:
+            return ""
+        return (
+            f"traced program: {self._program[:12]} in this run, {now[:12]} by now, since it reads "
+            "something else while it is traced (a file, a variable); it counts from the next start"
         )
 
     def warm_up(self) -> None:
@@ -541,7 +573,17 @@ class ModelTrainer:
         changed = [line for then, present in pairs for line in differences(then, present)]
         if meta.get("next_batch") != now["next_batch"]:
             changed.append(f"next_batch: {meta.get('next_batch')} when saved, derived otherwise")
-        return tuple(changed)
+        return (*changed, *self._compare_program(meta, explained=bool(changed)))
+
+    def _compare_program(self, meta: Mapping[str, Any], *, explained: bool) -> Iterator[str]:
+        """Another world has another program by nature; a changed setting or code may have one."""
+        then, now = meta.get("program"), self._program
+        if not then or then == now or meta.get("world_size") != self._context.world_size:
+            return
+        why = (
+            "" if explained else "; it reads something else while it is traced (a file, a variable)"
+        )
+        yield f"traced program: {then[:12]} when saved, {now[:12]} now{why}"
 
     def _meta(self) -> dict[str, Any]:
         """What lies beside the arrays; plain JSON. `next_batch` counts the rows consumed."""
@@ -560,6 +602,7 @@ class ModelTrainer:
             "environment": self._environment,
             "facts": self._facts,
             "code": self._code,
+            "program": self._program,
         }
 
     def _write_metrics(self, report: StepReport) -> None:

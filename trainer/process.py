@@ -43,6 +43,9 @@ Skips = tuple[tuple[int, int], ...]
 GO_WAIT_S = 5.0
 """How long rank 0 waits, between two steps, for the others to know where to stop."""
 
+RETRACE_AFTER_S = 5.0
+"""How long a standby is left alone before it traces its program again, for comparison."""
+
 _STARTED = time.monotonic()
 _PR_SET_PDEATHSIG = 1
 _START_PHASES = frozenset({"initialize", "compile", "restore"})
@@ -144,7 +147,7 @@ class Worker:
         self.spec, self.reports, self.disk = spec, reports, disk
         self._pid = os.getpid()
         self._point = spec.restore_point
-        self._stepped = False
+        self._stepped = self._has_retraced = False
         self.orders = Orders()
         self.drills = Drills(self._announce)
         self.beat = WorkerBeat(spec.beat_file, reports, self.drills)
@@ -233,7 +236,7 @@ class Worker:
             self._say_standing_by()
         loaded: tuple[RestorePoint | None, Any] | None = None
         while True:
-            promoted, point, skips = self.orders.standby.get()
+            promoted, point, skips = self._next_order(trainer)
             trainer.skip(skips)
             if promoted:
                 self._point = point
@@ -246,6 +249,32 @@ class Worker:
         seconds = round(time.monotonic() - _STARTED, 3)
         self.reports.send("standing_by", seconds=seconds, rss_bytes=_resident_bytes())
         log.info("standing by", seconds=seconds)
+
+    def _next_order(self, trainer: Any) -> tuple[bool, RestorePoint | None, Skips]:
+        """Wait for it; where it stays quiet, the program is traced again, once per node.
+
+        In the background, so that an order never waits for it: would the task be traced now as it
+        was for this run?
+        """
+        if self.spec.local_rank == 0 and trainer.may_retrace and not self._has_retraced:
+            try:
+                return self.orders.standby.get(timeout=RETRACE_AFTER_S)
+            except queue.Empty:
+                self._has_retraced = True
+                threading.Thread(
+                    target=self._retrace, args=(trainer,), name="retrace", daemon=True
+                ).start()
+        return self.orders.standby.get()
+
+    def _retrace(self, trainer: Any) -> None:
+        started = time.monotonic()
+        try:
+            difference = trainer.retrace()
+        except Exception as error:  # what it reads may be gone by now; this run does not need it
+            difference = f"traced program: it cannot be traced any more ({error})"
+        seconds = round(time.monotonic() - started, 3)
+        log.info("program_retraced", difference=difference, seconds=seconds)
+        self.reports.send("program_retraced", difference=difference, seconds=seconds)
 
     def _await_turn(self, loop: Any) -> None:
         """Stand by where nothing may be done ahead."""
@@ -292,6 +321,7 @@ class Worker:
             on_outcome=self._report_outcome,
             snapshots=spec.snapshots,
             executables=Path(spec.run_dir) / "executables",
+            run=spec.run,
             skips=spec.skips,
             failure_every_s=spec.failure_every_s,
         )

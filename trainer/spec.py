@@ -75,7 +75,8 @@ class WorkerSpec:
     gets its restore point later, with the order to promote it. `log_file` is for a process that was
     started before it was known what for; the others write to it from the start. `skips` are (step,
     batches left out before it), `failure_every_s` is the mean time between failures (seconds).
-    `code_dir`: where the task's module was sent to, "" where it lies beside the settings.
+    `code_dir`: where the task's module was sent to, "" where it lies beside the settings. `run`
+    numbers the run of the machine: its generations run one program.
     """
 
     job: str
@@ -102,6 +103,7 @@ class WorkerSpec:
     skips: tuple[tuple[int, int], ...] = ()
     failure_every_s: float = DEFAULT_FAILURE_EVERY_S
     code_dir: str = ""
+    run: int = 0
 
     def to_json(self) -> str:
         """One line of JSON, the password included: it belongs on a pipe, never in a log."""

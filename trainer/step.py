@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -177,6 +178,46 @@ def compile_programs(task: Task, layout: Layout, seed: int) -> Programs:
 
 def compile_shapes(task: Task, layout: Layout, shapes: Shapes) -> Programs:
     """Trace and compile the task's functions for these shapes; see `compile_programs`."""
+    return lower(task, layout, shapes).compile()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lowered:
+    """The task's functions as traced and lowered, not compiled; parts that it lacks are None."""
+
+    layout: Layout
+    shapes: Shapes
+    train: Any
+    evaluate: Any
+    compare: Any
+
+    def digest(self) -> str:
+        """SHA-256 over the StableHLO text of all parts, and over arrays that they close over.
+
+        Two programs with one digest compute the same, whatever their sources were.
+        """
+        found = hashlib.sha256()
+        for part in (self.train, self.evaluate, self.compare):
+            found.update(b"none" if part is None else part.as_text().encode())
+            for array in [] if part is None else getattr(part._lowering, "const_args", None) or []:
+                found.update(np.asarray(_bits(array)).tobytes())
+        return found.hexdigest()
+
+    def compile(self) -> Programs:
+        """Compile all parts."""
+        return Programs(
+            layout=self.layout,
+            state=self.shapes.state,
+            batch_rows=self.shapes.batch_rows,
+            train=self.train.compile(),
+            evaluate=None if self.evaluate is None else self.evaluate.compile(),
+            compare=None if self.compare is None else self.compare.compile(),
+            guarded=self.shapes.guarded,
+        )
+
+
+def lower(task: Task, layout: Layout, shapes: Shapes) -> Lowered:
+    """Trace the task's functions for these shapes, and lower them; see `compile_programs`."""
     _check_contract(shapes.state, jax.eval_shape(task.train_step, shapes.state, shapes.batch))
     places = jax.tree.map(lambda leaf: leaf.sharding, shapes.state)
     function: Callable[..., Any] = task.train_step
@@ -190,17 +231,10 @@ def compile_shapes(task: Task, layout: Layout, shapes: Shapes) -> Programs:
         )
         evaluate = None
         if shapes.held_out is not None:
-            lowered = jax.jit(task.evaluate, out_shardings=layout.whole)
-            evaluate = lowered.lower(shapes.state, shapes.held_out).compile()
-    return Programs(
-        layout=layout,
-        state=shapes.state,
-        batch_rows=shapes.batch_rows,
-        train=train.compile(),
-        evaluate=evaluate,
-        compare=_compile_comparison(layout, shapes.state) if shapes.compared else None,
-        guarded=shapes.guarded,
-    )
+            jitted = jax.jit(task.evaluate, out_shardings=layout.whole)
+            evaluate = jitted.lower(shapes.state, shapes.held_out)
+        compare = _lower_comparison(layout, shapes.state) if shapes.compared else None
+    return Lowered(layout=layout, shapes=shapes, train=train, evaluate=evaluate, compare=compare)
 
 
 def _guarded(task: Task) -> Callable[[State, Batch, Any], tuple[State, Mapping[str, Any]]]:
@@ -216,7 +250,7 @@ def _guarded(task: Task) -> Callable[[State, Batch, Any], tuple[State, Mapping[s
     return train_step
 
 
-def _compile_comparison(layout: Layout, state: Any) -> Callable[[State], Any]:
+def _lower_comparison(layout: Layout, state: Any) -> Any:
     """Fingerprints uint32 `[dp, fsdp * tp, 2]` of what each device holds: equal bits, equal ones.
 
     Two sums over the words of all leaves, one weighted by the place: any single bit that differs
@@ -245,8 +279,7 @@ def _compile_comparison(layout: Layout, state: Any) -> Callable[[State], Any]:
         )
         return spread(*parts).reshape(dp, -1, 2)
 
-    with jax.set_mesh(layout.mesh):
-        return jax.jit(compare, out_shardings=layout.whole).lower(state).compile()
+    return jax.jit(compare, out_shardings=layout.whole).lower(state)
 
 
 def _words(values: Any) -> Any:

@@ -120,6 +120,17 @@ class HousekeepingFailed(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DifferencesFound(Event):
+    """Something is not as it was: since the restore point was saved, or since the run opened.
+
+    `generation` found them, in whatever role; `differences` has a line for each.
+    """
+
+    generation: int
+    differences: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RestorePointQuarantined(Event):
     """A rejected restore point was moved to where nothing picks it again."""
 

@@ -35,6 +35,7 @@ from .events import (
     CheckpointCommitted,
     CheckpointFailed,
     DeadlinePassed,
+    DifferencesFound,
     Event,
     ExitUnproven,
     GenerationEvent,
@@ -67,6 +68,7 @@ from .states import State
 # A stronger purpose of a drain replaces a weaker one, never the other way round.
 PURPOSES = ("", "recover", "stop", "fail", "complete")
 
+DIFFERENCES_KEPT = 20  # lines
 SELECT_AGAIN_S = 5.0
 
 EXIT_STATUSES = {"COMPLETED": 0, "budget": 3, "pointless": 4, "operator": 5, "signal": 75}
@@ -142,6 +144,7 @@ class Job:
     last_error: str = ""
     same_error: int = 0
     unproven: tuple[str, ...] = ()
+    differences: tuple[str, ...] = ()  # What was found not to be as it was, in this run.
     blind_since: float | None = None
     effects: list[Effect] = field(default_factory=list)
     raised: list[RaisedEvent] = field(default_factory=list)
@@ -433,6 +436,12 @@ class Job:
 
     def report_housekeeping(self, event: HousekeepingFailed) -> None:
         self.effects.append(NotifyOperator(message=f"{event.action} failed: {event.error}"))
+
+    def note_differences(self, event: DifferencesFound) -> None:
+        news = tuple(line for line in event.differences if line not in self.differences)
+        if news:
+            self.differences = (*self.differences, *news)[-DIFFERENCES_KEPT:]
+            self.effects.append(NotifyOperator(message=f"not as it was: {'; '.join(news)}"))
 
     def note_blindness(self, event: Event) -> None:
         if self.blind_since is None:

@@ -599,6 +599,13 @@ HOUSEKEEPING = [
         "nothing waits for it, but a person should know",
         do="report_housekeeping",
     ),
+    on(
+        e.DifferencesFound,
+        LIVE,
+        None,
+        "training goes on, but a person should know",
+        do="note_differences",
+    ),
 ]
 
 NOT_STEPPED = "not all workers are ready, so none has stepped"

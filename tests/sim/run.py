@@ -189,7 +189,7 @@ async def _life(
         job=inherited.job if inherited else job_after(past, limits),
         journal=journal,
         clock=clock,
-        header=header_of(job=JOB, limits=asdict(limits), settings_digest="0" * 16),
+        header=header_of(job=JOB, limits=asdict(limits), settings_digest="0" * 16, run=1),
         performers_of=performers_of,
         roll_bytes=roll_bytes,
         fence=fence,

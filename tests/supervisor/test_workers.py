@@ -151,3 +151,25 @@ def test_what_stands_both_in_the_state_and_in_the_news_is_taken_once() -> None:
     assert names(say(one, "exit", 1, **crash)) == ["worker_crashed"]
     assert say(one, "exit", 1, **crash) == []
     assert names(say(one, "exit", 0, **crash)) == ["worker_crashed"]  # another slot counts too
+
+
+def test_what_differs_is_told_once_before_the_steps_that_it_changes() -> None:
+    """Changed code was a line in a log, and the loss jumped without a word on screen."""
+    one = roster(restoring=True)
+    (found,) = say(one, "ready", 0, step=4, differences=["seed: 1 when saved, 2 now"])
+    assert found == e.DifferencesFound(
+        at=5.0, generation=3, differences=("seed: 1 when saved, 2 now",)
+    )
+    lines = ["seed: 1 when saved, 2 now", "isa: a when saved, b now"]
+    told = say(one, "ready", 1, step=4, differences=lines)
+    assert names(told) == ["differences_found", "workers_restored"]
+    assert told[0].to_dict()["differences"] == ("isa: a when saved, b now",)
+
+
+def test_a_standby_tells_that_its_task_would_be_traced_otherwise_by_now() -> None:
+    """It trains by the program of its run; a person who changed a file should know."""
+    one = roster(standby=True)
+    assert say(one, "program_retraced", difference="") == []
+    (found,) = say(one, "program_retraced", difference="traced program: a, b by now")
+    assert names([found]) == ["differences_found"]
+    assert say(one, "program_retraced", 1, difference="traced program: a, b by now") == []

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,9 @@ from tests.trainer.test_task import Sum, context
 from trainer import executable, step
 from trainer.checkpoint import digests
 from trainer.config import MeshSettings
-from trainer.executable import ExecutableRejected
+from trainer.executable import Chosen, ExecutableRejected
 from trainer.step import Layout, Programs, Shapes
-from trainer.task import Task, load_task
+from trainer.task import Task
 
 TRACED: list[str] = []
 
@@ -67,16 +68,21 @@ def folder(tmp_path: Path) -> Iterator[Path]:
             del sys.modules[name]
 
 
-def build(folder: Path, layout: Layout, task: Task | None = None) -> Programs:
+def choose(folder: Path, layout: Layout, task: Task | None = None, run: int = 1) -> Chosen:
     """Load or compile, and wait for the file that a compilation leaves."""
     task = task or Traced(context(folder.parent))
     shapes = step.shapes_of(task, layout, 3)
-    programs = executable.load_or_compile(folder, task, layout, shapes, {})
-    path = folder / f"{executable.key_of(task, layout, shapes, {})}.bin"
+    chosen = executable.choose(folder, task, layout, shapes, {}, run)
+    key = executable.key_of(task, layout, shapes, {})
+    path = executable.path_of(folder, key, chosen.digest)
     deadline = time.monotonic() + 20
     while not path.exists() and time.monotonic() < deadline:
         time.sleep(0.01)
-    return programs
+    return chosen
+
+
+def build(folder: Path, layout: Layout) -> Programs:
+    return choose(folder, layout).programs
 
 
 def trained(programs: Programs, layout: Layout, steps: int = 4) -> tuple[str, list[float]]:
@@ -92,7 +98,7 @@ def trained(programs: Programs, layout: Layout, steps: int = 4) -> tuple[str, li
 
 
 def only(folder: Path) -> Path:
-    (path,) = folder.iterdir()
+    (path,) = folder.glob("*.bin")
     return path
 
 
@@ -198,15 +204,85 @@ def test_an_unsound_file_is_refused_and_replaced(
         executable.load(path, layout, shapes)
 
 
-def test_changed_code_settings_flags_or_shapes_have_another_key(
+class Reader(Sum):
+    """Reads three numbers while it is traced."""
+
+    def train_step(self, state: Any, batch: Any) -> tuple[Any, Mapping[str, Any]]:
+        TRACED.append("train")
+        folder = Path(self.context.config_dir)
+        rate = json.loads((folder / "hyper.json").read_text())["rate"]
+        table = np.load(folder / "table.npy")
+        state, metrics = super().train_step(state, batch)
+        factor = rate * float(os.environ["A_NUMBER_OF_THE_USER"]) + table.sum()
+        return state, {"loss": metrics["loss"] * factor}
+
+
+CHANGES: dict[str, Callable[[Path, pytest.MonkeyPatch], None]] = {
+    "file": lambda folder, _: write(folder / "hyper.json", '{"rate": 0.5}'),
+    "variable": lambda _, patch: patch.setenv("A_NUMBER_OF_THE_USER", "3.0"),
+    "array": lambda folder, _: np.save(folder / "table.npy", np.full(512, 7.0, np.float32)),
+}
+
+
+def write(path: Path, text: str) -> None:
+    path.write_text(text)
+
+
+@pytest.mark.parametrize("changed", CHANGES)
+def test_a_new_run_traces_what_a_recovery_within_a_run_does_not(
+    folder: Path, layout: Layout, monkeypatch: pytest.MonkeyPatch, changed: str
+) -> None:
+    """A number changed from 0.1 to 0.5 between two runs was ignored: the old program was loaded."""
+    monkeypatch.setenv("A_NUMBER_OF_THE_USER", "2.0")
+    write(folder.parent / "hyper.json", '{"rate": 0.1}')
+    np.save(folder.parent / "table.npy", np.arange(512, dtype=np.float32))
+    task = Reader(context(folder.parent))
+    first = choose(folder, layout, task, run=1)
+    CHANGES[changed](folder.parent, monkeypatch)
+    TRACED.clear()
+    recovered = choose(folder, layout, task, run=1)
+    assert (recovered.digest, recovered.traced, TRACED) == (first.digest, False, [])
+    wanted = trained(first.programs, layout)
+    assert trained(recovered.programs, layout) == wanted
+    opened = choose(folder, layout, task, run=2)
+    assert opened.traced
+    assert opened.digest != first.digest
+    assert trained(opened.programs, layout)[1] != wanted[1]
+    again = choose(folder, layout, task, run=2)
+    assert (again.digest, again.traced) == (opened.digest, False)
+
+
+def test_a_new_run_of_the_same_program_compiles_nothing(
     folder: Path, layout: Layout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is traced, so that a stale program would train something else without a word."""
-    folder.mkdir(parents=True)
-    code = "from tests.trainer.test_task import Sum\n\nclass Mine(Sum): pass\n"
-    source, helper = folder.parent / "users_keyed.py", folder.parent / "users_helper.py"
-    source.write_text(code)
-    task = load_task(context(folder.parent, "users_keyed:Mine"))
+    """Tracing takes a moment, compiling may take minutes."""
+    first = choose(folder, layout, run=1)
+    monkeypatch.setattr(step.Lowered, "compile", lambda _: pytest.fail("it was compiled"))
+    second = choose(folder, layout, run=2)
+    assert (second.digest, second.traced) == (first.digest, True)
+
+
+def test_a_note_that_cannot_be_read_or_trusted_costs_a_trace(folder: Path, layout: Layout) -> None:
+    """The note names a file that is unpickled."""
+    first = choose(folder, layout)
+    (note,) = folder.glob("*.json")
+    for harm in (
+        lambda: write(note, "{"),
+        lambda: write(note, json.dumps({"run": 1, "program": "../../elsewhere"})),
+        lambda: note.chmod(0o666),
+    ):
+        harm()
+        assert choose(folder, layout).traced
+        note.chmod(0o600)
+        write(note, json.dumps({"run": 1, "program": first.digest}))
+        assert not choose(folder, layout).traced
+
+
+def test_other_settings_flags_or_shapes_have_another_key(
+    folder: Path, layout: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within a run nothing is traced, so that a stale program would go unnoticed."""
+    task = Traced(context(folder.parent))
     shapes = step.shapes_of(task, layout, 3)
 
     def key(shapes: Shapes = shapes, task: Task = task, **described: Any) -> str:
@@ -214,12 +290,7 @@ def test_changed_code_settings_flags_or_shapes_have_another_key(
 
     first = key()
     assert key() == first
-    seen = {first}
-    source.write_text(code + "# changed\n")
-    seen.add(key())
-    helper.write_text("x = 1\n")
-    seen.add(key())
-    seen.add(key(facts={"text_sha256": "another"}))
+    seen = {first, key(facts={"text_sha256": "another"})}
     with monkeypatch.context() as patched:
         patched.setenv("XLA_FLAGS", "--xla_cpu_max_isa=AVX2")
         seen.add(key())
@@ -229,11 +300,8 @@ def test_changed_code_settings_flags_or_shapes_have_another_key(
         held_out=None,
     )
     seen.add(key(wider))
-    seen.add(key(task=type(task)(context(folder, "users_keyed:Mine", world_size=2))))
-    assert len(seen) == 7
-    source.write_text(code)
-    helper.unlink()
-    assert key() == first
+    seen.add(key(task=Traced(context(folder, world_size=2))))
+    assert len(seen) == 5
 
 
 def test_a_program_that_cannot_be_stored_still_trains(
@@ -249,17 +317,17 @@ def test_a_program_that_cannot_be_stored_still_trains(
         patched.setattr(serialize_executable, "serialize", refuse)
         task = Traced(context(folder.parent))
         shapes = step.shapes_of(task, layout, 3)
-        programs = executable.load_or_compile(folder, task, layout, shapes, {})
+        programs = executable.choose(folder, task, layout, shapes, {}).programs
         trained(programs, layout)
         time.sleep(0.3)
-    assert not folder.exists()
+    assert not list(folder.glob("*.bin"))
 
 
 def test_other_ranks_store_nothing(folder: Path, layout: Layout) -> None:
     """Two writers of one file would only race."""
     task = Traced(context(folder.parent, rank=1, world_size=2))
     shapes = step.shapes_of(task, layout, 3)
-    executable.load_or_compile(folder, task, layout, shapes, {})
+    executable.choose(folder, task, layout, shapes, {})
     time.sleep(0.3)
     assert not folder.exists()
 
@@ -269,6 +337,9 @@ def test_only_the_newest_files_stay(folder: Path, layout: Layout) -> None:
     programs = build(folder, layout)
     (folder / ".old.bin.123").write_text("a draft of the dead")
     for number in range(executable.KEPT + 3):
+        (folder / f"{number}.json").write_text("{}")
         executable.store(folder / f"{number}.bin", programs)
-    assert len(list(folder.iterdir())) == executable.KEPT
+    assert len(list(folder.glob("*.bin"))) == executable.KEPT
+    assert len(list(folder.glob("*.json"))) == executable.KEPT
+    assert len(list(folder.iterdir())) == 2 * executable.KEPT
     assert (folder / f"{executable.KEPT + 2}.bin").exists()

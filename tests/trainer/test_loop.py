@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -93,10 +94,12 @@ def test_a_restored_run_names_what_has_changed_since(tmp_path: Path) -> None:
     again, beat = trainer(tmp_path, [], Path(outcomes[-1].path), steps=6, seed=8)
     ready = again.prepare()
     assert ready.step == 4
-    assert set(ready.differences) == {
+    *settings, program = ready.differences
+    assert set(settings) == {
         "trainer.steps: 4 when saved, 6 now",
         "trainer.seed: 7 when saved, 8 now",
     }
+    assert re.fullmatch(r"traced program: [0-9a-f]{12} when saved, [0-9a-f]{12} now", program)
     assert beat.loss == losses[-1]
     assert beat.held_out_loss == end.held_out_loss
     assert [report.step for report in again.run()] == [4, 5]
