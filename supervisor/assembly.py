@@ -57,6 +57,7 @@ from supervisor.workers import silence
 from trainer.heartbeat import BeatMessage, StoreAddress, canary_key
 from trainer.orphans import how_they_ended
 from trainer.pace import DEFAULT_FAILURE_EVERY_S
+from trainer.private import remove_sockets
 from trainer.snapshot import SnapshotError, sweep
 from trainer.snapshot import directory_of as snapshot_directory
 
@@ -610,6 +611,7 @@ class _Assembly:
             ("slots", self._release_slots),
             ("ray", self._leave_ray),
             ("redis", self._stop_redis),
+            ("sockets", self._remove_sockets),
         ):
             await _bounded(name, step)
 
@@ -621,6 +623,10 @@ class _Assembly:
         own = self.settings.cluster.address == "local" and self.daemon.superseded is None
         kept = self.is_renewed and self.following.cluster.address == "local"
         await self.cluster.disconnect(stop_head=own and not kept)
+
+    async def _remove_sockets(self) -> None:
+        """A slot that was killed has left that of its last coordinator."""
+        await asyncio.to_thread(remove_sockets, self.run_dir)
 
     async def _stop_redis(self) -> None:
         kept = self.is_renewed and self.following.heartbeats.redis_url == "local"

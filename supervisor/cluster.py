@@ -674,16 +674,15 @@ class RayCluster:
             raise ClusterError(f"processes of this run cannot be ended: pid {pids}")
 
     async def _reserve_address(self, generation: int) -> str:
-        alone = len({slot.node_id for slot in self._slots}) == 1
-        host = "127.0.0.1"
-        if not alone:
+        host = ""
+        if len({slot.node_id for slot in self._slots}) > 1:
             table = await self._in_thread(_TABLE_LIMIT_S, ray_calls.nodes)
             host = next(node.address for node in table if node.id == self._slots[0].node_id)
         try:
             answer = await self._tell(0, "reserve_address", generation, host)
         except ClusterError as error:
             raise StartFailed((0,), f"rank 0 has no address for the others: {error}") from error
-        return f"[{host}]:{answer['port']}" if ":" in host else f"{host}:{answer['port']}"
+        return str(answer["address"])
 
     # Ending
 

@@ -4,12 +4,8 @@ It carries questions and orders; it decides nothing and never waits without a bo
 """
 
 import asyncio
-import contextlib
-import hashlib
 import json
-import os
 import socket
-import stat
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +13,7 @@ from typing import Any
 import structlog
 
 from supervisor.errors import DiskError, NotRunning, Refused
+from trainer.private import private_directory, socket_path
 
 Request = dict[str, Any]
 Answer = dict[str, Any]
@@ -28,26 +25,6 @@ _ROWS_AT_ONCE = 256
 _HANDLER_LIMIT_S = 30.0
 _IDLE_LIMIT_S = 60.0
 _log = structlog.get_logger()
-
-
-def socket_path(run_dir: Path) -> Path:
-    """Where a daemon of this run directory listens: short, whatever the length of `run_dir`."""
-    # Not TMPDIR or XDG_RUNTIME_DIR: the path must stay below 107 bytes.
-    name = hashlib.sha256(os.fsencode(run_dir.resolve())).hexdigest()[:16]
-    return Path("/tmp") / f"everstep-{os.getuid()}" / f"{name}.sock"
-
-
-def private_directory(path: Path) -> Path:
-    """Make `path` with mode 0700, or check that it is a directory that only we can enter.
-
-    Raises DiskError: a directory in /tmp that another user has made first is not to be trusted.
-    """
-    with contextlib.suppress(FileExistsError):
-        path.mkdir(mode=0o700)
-    status = path.lstat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
-        raise DiskError(f"{path} must be a directory of ours with mode 0700; remove it")
-    return path
 
 
 class Control:
@@ -65,8 +42,13 @@ class Control:
 
     async def start(self) -> None:
         """Listen. Only for the holder of the job's lock: a socket that is there is a leftover."""
-        private_directory(self._path.parent)
-        self._path.unlink(missing_ok=True)
+        try:
+            private_directory(self._path.parent)
+            self._path.unlink(missing_ok=True)
+        except OSError as error:
+            raise DiskError(
+                f"{self._path}: {error.strerror}; remove {self._path.parent}"
+            ) from error
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             listener.bind(str(self._path))

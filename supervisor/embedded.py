@@ -19,9 +19,9 @@ from typing import Any
 
 import redis
 
-from supervisor.control import private_directory
 from supervisor.errors import ClusterUnusable, DiskError
 from trainer.heartbeat import StoreAddress, connect
+from trainer.private import short_directory
 from trainer.processes import Identity, descendants, end, environment, is_alive, look_at_all
 from trainer.whole import write_whole
 
@@ -104,7 +104,10 @@ class EmbeddedRay:
     def _start(self) -> str:
         token = _token(self._run_dir)
         mark = secrets.token_hex(16)
-        temp_dir = _short_directory() / mark[:8]
+        try:
+            temp_dir = short_directory() / mark[:8]
+        except OSError as error:
+            raise DiskError(f"{error.filename}: {error.strerror}; remove it") from error
         # Recorded first: if we die now, the next daemon ends by its mark what was started.
         record: dict[str, Any] = {"mark": mark, "temp_dir": str(temp_dir), "processes": {}}
         _update_record(self._run_dir, ray=record)
@@ -250,11 +253,6 @@ def _head_command(temp_dir: Path) -> list[str]:
     if importlib.util.find_spec("grpc") is not None:
         command.append("--ray-client-server-port=0")
     return command
-
-
-def _short_directory() -> Path:
-    """A directory only we can enter, short enough for Ray's sockets (107 bytes) below it."""
-    return private_directory(Path("/tmp") / f"everstep-{os.getuid()}")
 
 
 def _without_address(variables: Mapping[str, str]) -> dict[str, str]:

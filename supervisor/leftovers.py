@@ -9,10 +9,11 @@ import sys
 import time
 from pathlib import Path
 
-from supervisor.control import ADDRESS_FILE, socket_path
+from supervisor.control import ADDRESS_FILE
 from supervisor.embedded import EmbeddedRay, EmbeddedRedis
 from supervisor.errors import AlreadyRunning
 from supervisor.lock import acquire
+from trainer.private import remove_sockets
 
 _SLOT_LIMIT_S = 30.0
 _PAUSE_S = 0.1
@@ -22,8 +23,8 @@ def end_leftovers(run_dir: Path) -> None:
     """End what `embedded.json` names. Raises DiskError, ClusterUnusable or AlreadyRunning."""
     with acquire(run_dir):
         (run_dir / ADDRESS_FILE).unlink(missing_ok=True)  # nobody listens there
-        socket_path(run_dir).unlink(missing_ok=True)
         EmbeddedRay(run_dir).stop()
+        remove_sockets(run_dir)
         EmbeddedRedis(run_dir).stop()
 
 

@@ -21,6 +21,9 @@ from typing import Any
 COLLECTIVE_TIMEOUT_S = 300  # a rank may wait this long for a peer that restores or saves slowly
 HEARTBEAT_TIMEOUT_S = 10
 SHUTDOWN_TIMEOUT_S = 5
+UNIX = "unix:"
+"""What the address of a coordinator on one host begins with. It knows no password: a process of
+another user that joins it as rank 1 displaces that rank. A directory of mode 0700 keeps it out."""
 
 _TUNABLES = "GLIBC_TUNABLES"
 _HUGE_PAGES = "glibc.malloc.hugetlb=1"
@@ -70,9 +73,11 @@ def worker_environment(cpus: float, gpus: int, base_env: Mapping[str, str]) -> d
 
 
 def join_world(*, coordinator: str, rank: int, world_size: int, join_timeout_s: float) -> None:
-    """Join `world_size` processes at `coordinator` ("host:port"); a world of one needs no joining.
+    """Join `world_size` processes at `coordinator`; a world of one needs no joining.
 
-    Raises `JoinFailed`; on rank 0 `AddressTaken` where something else uses the address.
+    `coordinator` is "host:port", or "unix:PATH" where all ranks are on one host: gRPC replaces a
+    socket that is left there. Raises `JoinFailed`; on rank 0 `AddressTaken` if another process
+    uses the port.
 
     JAX ends the process with SIGABRT when a peer does not come. Its limit lies well behind
     `join_timeout_s`, so that the caller's own watchdog speaks first.
@@ -84,7 +89,8 @@ def join_world(*, coordinator: str, rank: int, world_size: int, join_timeout_s: 
     if world_size == 1:
         return
     if rank == 0:
-        _refuse_taken_address(coordinator)
+        if not coordinator.startswith(UNIX):
+            _refuse_taken_address(coordinator)
     else:
         _await_coordinator(coordinator, join_timeout_s)
     try:
@@ -105,6 +111,8 @@ def join_world(*, coordinator: str, rank: int, world_size: int, join_timeout_s: 
 
 def _own_address(coordinator: str) -> str:
     """Of this machine, where the coordinator's sees it: loopback if all ranks are on this one."""
+    if coordinator.startswith(UNIX):
+        return "127.0.0.1"
     host, _, port = coordinator.rpartition(":")
     host = host.strip("[]")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -132,14 +140,27 @@ def _await_coordinator(address: str, timeout_s: float) -> None:
 
     The join itself finds out who it is that listens.
     """
-    host, _, port = address.rpartition(":")
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         try:
-            with socket.create_connection((host.strip("[]"), int(port)), timeout=1.0):
+            with _connection(address):
                 return
         except OSError:
             time.sleep(0.005)
+
+
+def _connection(address: str) -> socket.socket:
+    if not address.startswith(UNIX):
+        host, _, port = address.rpartition(":")
+        return socket.create_connection((host.strip("[]"), int(port)), timeout=1.0)
+    connection = socket.socket(socket.AF_UNIX)
+    try:
+        connection.settimeout(1.0)
+        connection.connect(address.removeprefix(UNIX))
+    except OSError:
+        connection.close()
+        raise
+    return connection
 
 
 def _refuse_taken_address(address: str) -> None:

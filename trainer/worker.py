@@ -22,8 +22,9 @@ from typing import Any, Concatenate, ParamSpec
 
 from trainer import orphans
 from trainer.child import Child, ChildError, Launch, Report, Spare, end_orphans, log_tail, machine
-from trainer.environment import worker_environment
+from trainer.environment import UNIX, worker_environment
 from trainer.heartbeat import HeartbeatError, read_beat_file, read_canary
+from trainer.private import private_directory, socket_path
 from trainer.processes import look
 from trainer.snapshot import SnapshotError, discard, list_snapshots, sweep
 from trainer.snapshot import directory_of as snapshot_directory
@@ -131,6 +132,7 @@ class ResilientWorker:
         self._children: dict[int, Child] = {}
         self._spare: Spare | None = None
         self._reserved: dict[int, socket.socket] = {}
+        self._sockets: dict[int, Path] = {}
         # Its one thread lives as long as the slot, and so do, at most, the children it forks.
         self._starter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="starter")
         # What a child leaves behind becomes ours, to be ended and reaped by us.
@@ -179,21 +181,28 @@ class ResilientWorker:
 
     @answers
     def reserve_address(self, epoch: int, generation: int, host: str) -> dict[str, Any]:
-        """Keep a free port of `host` for the coordinator of a generation until that has ended.
+        """Keep an `address` for the coordinator of a generation until that has ended.
 
-        The socket never listens. JAX's coordinator can bind the port beside it, as both set
-        SO_REUSEPORT and belong to one user; the kernel gives it to nobody else meanwhile.
+        Without a `host` all ranks are on this one: a Unix socket, which only our user can reach.
+        Elsewhere a free port: the socket that holds it never listens. JAX's coordinator can bind
+        the port beside it, as both set SO_REUSEPORT and belong to one user; the kernel gives it to
+        no other user meanwhile.
         """
         self._admit(epoch)
+        self._release(generation)
+        if not host:
+            path = socket_path(self._run_dir, f"-g{generation}")
+            private_directory(path.parent)
+            with self._changed:
+                self._sockets[generation] = path
+            return {"address": f"{UNIX}{path}"}
         held = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         held.bind((host, 0))
         with self._changed:
-            before = self._reserved.pop(generation, None)
             self._reserved[generation] = held
-        if before is not None:
-            before.close()
-        return {"host": host, "port": held.getsockname()[1]}
+        name = f"[{host}]" if ":" in host else host
+        return {"address": f"{name}:{held.getsockname()[1]}"}
 
     @answers
     def start(self, epoch: int, spec: str) -> dict[str, Any]:
@@ -484,8 +493,11 @@ class ResilientWorker:
     def _release(self, generation: int) -> None:
         with self._changed:
             held = self._reserved.pop(generation, None)
+            path = self._sockets.pop(generation, None)
         if held is not None:
             held.close()
+        if path is not None:
+            path.unlink(missing_ok=True)
 
 
 class _Trainee:

@@ -25,7 +25,7 @@ from typing import Any
 
 import pytest
 
-from supervisor.control import ask, socket_path
+from supervisor.control import ask
 from supervisor.fsm.events import FAILURES
 from supervisor.journal import read_journal
 from supervisor.lock import is_held
@@ -34,6 +34,7 @@ from supervisor.recorded import read_result
 from supervisor.replay import replay_file
 from supervisor.story import tell
 from trainer import snapshot
+from trainer.private import socket_path
 from trainer.processes import Identity, end, environment, is_alive, look, look_at_all
 
 Event = dict[str, Any]
@@ -243,7 +244,9 @@ class Job:
         # What bears the name of another run belongs to another session on this machine.
         own = snapshot.directory_of(self.run_dir)
         shared = [str(one) for one in new if one == own or not one.name.startswith("everstep-")]
-        ours = [socket_path(self.run_dir), *self._temporary_directories()]
+        socket = socket_path(self.run_dir)
+        sockets = socket.parent.glob(f"{socket.stem}*")
+        ours = [*sockets, *self._temporary_directories()]
         # Drafts of what is renamed into place once it is whole.
         drafts = list(self.run_dir.glob("*.new")) + list(self.run_dir.glob("*/.*.tmp"))
         held = ["the lock of the job is held"] if is_held(self.run_dir) else []

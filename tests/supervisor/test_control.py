@@ -18,10 +18,9 @@ from supervisor.control import (
     Handler,
     Request,
     ask,
-    private_directory,
-    socket_path,
 )
-from supervisor.errors import DiskError, NotRunning, Refused
+from supervisor.errors import NotRunning, Refused
+from trainer.private import private_directory, socket_path
 
 
 async def echo(request: Request) -> Answer:
@@ -204,7 +203,7 @@ def test_only_the_owner_may_give_orders(tmp_path: Path) -> None:
     (tmp_path / "open").chmod(0o755)
     (tmp_path / "link").symlink_to(tmp_path)
     for path in (tmp_path / "open", tmp_path / "link"):
-        with pytest.raises(DiskError, match="0700"):
+        with pytest.raises(PermissionError, match="0700"):
             private_directory(path)
 
 

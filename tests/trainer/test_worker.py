@@ -383,22 +383,49 @@ jax.distributed.shutdown()
 
 def test_a_reserved_port_is_the_coordinators_and_nobody_elses(slot: Slot) -> None:
     """A port that was probed and let go was taken before the coordinator bound it."""
-    address = slot.call("reserve_address", 1, "127.0.0.1")
+    address = slot.call("reserve_address", 1, "127.0.0.1")["address"]
+    port = int(address.removeprefix("127.0.0.1:"))
     with socket.socket() as thief, pytest.raises(OSError, match="in use"):
-        thief.bind(("127.0.0.1", address["port"]))
+        thief.bind(("127.0.0.1", port))
     result = subprocess.run(
-        [sys.executable, "-c", _COORDINATE, f"127.0.0.1:{address['port']}"],
+        [sys.executable, "-c", _COORDINATE, address],
         capture_output=True,
         text=True,
         timeout=60,
         check=False,
     )
     assert result.stdout.strip() == "1", result.stderr
-    assert slot.call("reserve_address", 2, "127.0.0.1")["port"] != address["port"]
+    assert slot.call("reserve_address", 2, "127.0.0.1")["address"] != address
     slot.call("kill", 1, 5.0, False)
     with socket.socket() as next_one:
         next_one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        next_one.bind(("127.0.0.1", address["port"]))
+        next_one.bind(("127.0.0.1", port))
+
+
+_CONNECT = """
+import os, socket, sys
+os.setuid(65534)
+try:
+    socket.socket(socket.AF_UNIX).connect(sys.argv[1])
+except OSError as error:
+    print(type(error).__name__)
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to become another user")
+def test_no_other_user_reaches_a_coordinator_on_one_host(slot: Slot) -> None:
+    """Whoever joined it on loopback as rank 1 displaced that rank, and in a loop ended the job."""
+    path = slot.call("reserve_address", 1, "")["address"].removeprefix("unix:")
+    with socket.socket(socket.AF_UNIX) as coordinator:
+        coordinator.bind(path)
+        coordinator.listen()
+        stranger = [sys.executable, "-c", _CONNECT, path]
+        told = subprocess.run(stranger, capture_output=True, text=True, timeout=30)
+        assert told.stdout.strip() == "PermissionError"
+        with socket.socket(socket.AF_UNIX) as rank:
+            rank.connect(path)
+    slot.call("kill", 1, 5.0, False)
+    assert not Path(path).exists()
 
 
 def test_a_child_outlives_the_thread_that_asked_for_it(slot: Slot) -> None:
