@@ -105,7 +105,7 @@ class Control:
     async def _answer(self, line: bytes) -> Answer:
         try:
             request = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             return {"ok": False, "error": f"the request is not JSON: {error}"}
         if not isinstance(request, dict) or not isinstance(request.get("command"), str):
             return {"ok": False, "error": 'a request is an object with a text under "command"'}

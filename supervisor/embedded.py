@@ -17,8 +17,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import redis
-
 from supervisor.errors import ClusterUnusable, DiskError
 from trainer.heartbeat import StoreAddress, connect
 from trainer.private import short_directory
@@ -292,7 +290,7 @@ def _await_redis(address: StoreAddress, process: subprocess.Popen[bytes]) -> boo
         while time.monotonic() < deadline and process.poll() is None:
             try:
                 client.ping()
-            except redis.RedisError:
+            except Exception:  # not there yet, or another's, which may say anything
                 time.sleep(0.01)
             else:
                 # Another server at this port would not know the password.

@@ -11,11 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
-import redis.asyncio
 import structlog
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
-from redis.exceptions import RedisError
 
 from supervisor.deadlines import Deadlines, DeadlineSettings
 from supervisor.monitor import (
@@ -27,6 +23,7 @@ from supervisor.monitor import (
     Suspicion,
 )
 from trainer.heartbeat import BeatMessage, HeartbeatError, StoreAddress, beat_key, canary_key
+from trainer.store_client import async_client
 
 __all__ = [
     "DeadlineSettings",
@@ -45,6 +42,7 @@ __all__ = [
 
 STORE_TIMEOUT_S = 0.5
 CANARY_TTL_MS = 60_000
+REASON_LENGTH_MAX = 200
 
 Witness = Callable[[int, Sequence[int]], Awaitable[Mapping[int, Mapping[str, Any]]]]
 """Asks the slots of (generation, ranks); ranks that did not answer are missing."""
@@ -84,17 +82,12 @@ class RedisStore:
         self._canary = canary_key(job)
         self._canaries = 0
         self._timeout_s = timeout_s
-        self._client = self._connect(address)
-
-    def _connect(self, address: StoreAddress) -> redis.asyncio.Redis:
-        options = address.options(self._timeout_s)
-        return redis.asyncio.Redis(**options, retry=Retry(NoBackoff(), 0), max_connections=2)
+        self._client = async_client(address, timeout_s)
 
     async def move(self, address: StoreAddress) -> None:
         """From now on the store is elsewhere."""
-        former, self._client = self._client, self._connect(address)
-        with suppress(RedisError, OSError, TimeoutError):
-            await former.aclose()
+        former, self._client = self._client, async_client(address, self._timeout_s)
+        await _close(former)
 
     async def poll(self, keys: Sequence[str]) -> list[str | None]:
         """Write the canary and read all keys in one round trip; None where there is none."""
@@ -104,7 +97,11 @@ class RedisStore:
         if keys:
             pipeline.mget(keys)
         answers = await self._bounded(pipeline.execute())
-        return list(answers[1]) if keys else []
+        if not keys:
+            return []
+        if not (isinstance(answers[1], list) and len(answers[1]) == len(keys)):
+            raise StoreUnavailable(f"it answers MGET of {len(keys)} keys with another number")
+        return [None if text is None else str(text) for text in answers[1]]
 
     async def delete(self, keys: Sequence[str]) -> None:
         """Remove the keys, those that are not there included."""
@@ -113,21 +110,32 @@ class RedisStore:
 
     async def close(self) -> None:
         """Close the connection; a failure to say goodbye is of no interest."""
-        await self._client.aclose()
+        await _close(self._client)
 
     async def _bounded(self, call: Awaitable[Any]) -> Any:
         try:
             async with asyncio.timeout(2 * self._timeout_s):
                 answer = await call
-        except (RedisError, OSError, TimeoutError) as error:
+        except Exception as error:  # whatever a server says: redis-py raises of many kinds
             _heed_cancellation()
             # A connection that failed may still hold the answer to a question of the past.
-            with suppress(RedisError, OSError, TimeoutError):
+            with suppress(Exception):
                 await self._client.connection_pool.disconnect()
             text = str(error) or f"no answer within {self._timeout_s:g} s"
-            raise StoreUnavailable(f"{type(error).__name__}: {text}") from error
+            raise StoreUnavailable(_plain(f"{type(error).__name__}: {text}")) from error
         _heed_cancellation()
         return answer
+
+
+def _plain(text: str) -> str:
+    """One short line, whatever a server puts into its errors."""
+    return "".join(one if one.isprintable() else "?" for one in text[:REASON_LENGTH_MAX])
+
+
+async def _close(client: Any) -> None:
+    with suppress(Exception):
+        await client.aclose()
+    _heed_cancellation()
 
 
 def _heed_cancellation() -> None:

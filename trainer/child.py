@@ -303,7 +303,7 @@ class _Lines:
 def _parse(line: bytes) -> Report:
     try:
         report = json.loads(line) if len(line) <= REPORT_LIMIT else None
-    except ValueError:
+    except (ValueError, RecursionError):
         report = None
     if isinstance(report, dict) and isinstance(report.get("report"), str):
         return report

@@ -27,6 +27,8 @@ PHASES = ("initialize", "compile", "restore", "step", "evaluate", "checkpoint", 
 
 VERSION = 1
 KEY_TTL_MS = 3_600_000
+MESSAGE_LENGTH_MAX = 1 << 14
+DURATION_S_MAX = 1e9  # thirty years
 STEPS_REMEMBERED = 64
 
 _LAYOUT = struct.Struct("<QqIQ")  # sequence number, step, phase, sequence number again
@@ -60,22 +62,6 @@ class StoreAddress:
     db: int = 0
     tls: bool = False
     ca_file: str = ""
-
-    def options(self, timeout_s: float) -> dict[str, Any]:
-        """Of a client that answers or fails within `timeout_s`; its maker adds that of no retry."""
-        options: dict[str, Any] = {
-            "host": self.host,
-            "port": self.port,
-            "username": self.username,
-            "password": self.password,
-            "db": self.db,
-            "socket_timeout": timeout_s,
-            "socket_connect_timeout": timeout_s,
-            "decode_responses": True,
-        }
-        if self.tls:
-            options |= {"ssl": True, "ssl_ca_certs": self.ca_file or None}
-        return options
 
 
 _PHASE_BITS = 16
@@ -128,9 +114,11 @@ class BeatMessage:
     @classmethod
     def from_json(cls, text: str) -> BeatMessage:
         """Read a message; raises `HeartbeatError` that says what is wrong with it."""
+        if len(text) > MESSAGE_LENGTH_MAX:
+            raise HeartbeatError(f"{len(text)} characters, at most {MESSAGE_LENGTH_MAX} expected")
         try:
             raw = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise HeartbeatError(f"not JSON: {text[:80]!r}") from error
         if not isinstance(raw, dict):
             raise HeartbeatError(f"not an object: {text[:80]!r}")
@@ -146,22 +134,33 @@ class BeatMessage:
 
 def _check_message(raw: dict[str, Any]) -> None:
     for name in ("generation", "rank", "pid", "seq", "beats", "step"):
-        if type(raw.get(name)) is not int:
-            raise HeartbeatError(f"{name} is {raw.get(name)!r}, expected an integer")
+        if type(raw.get(name)) is not int or abs(raw[name]) >= 1 << 63:
+            raise HeartbeatError(f"{name} is {_brief(raw.get(name))}, expected an integer")
     if raw.get("phase") not in PHASES:
-        raise HeartbeatError(f"phase is {raw.get('phase')!r}, expected one of {', '.join(PHASES)}")
+        told = _brief(raw.get("phase"))
+        raise HeartbeatError(f"phase is {told}, expected one of {', '.join(PHASES)}")
     if type(raw.get("snapshot_step")) not in (int, type(None)):
-        raise HeartbeatError(f"snapshot_step is {raw['snapshot_step']!r}, expected an integer")
+        told = _brief(raw["snapshot_step"])
+        raise HeartbeatError(f"snapshot_step is {told}, expected an integer")
     for name in ("loss", "held_out_loss", "step_s", "tokens_per_s"):
         if raw.get(name) is not None and type(raw[name]) not in (int, float):
-            raise HeartbeatError(f"{name} is {raw[name]!r}, expected a number or null")
+            raise HeartbeatError(f"{name} is {_brief(raw[name])}, expected a number or null")
     durations = raw.get("durations")
     if not isinstance(durations, dict):
-        raise HeartbeatError(f"durations is {durations!r}, expected an object")
+        raise HeartbeatError(f"durations is {_brief(durations)}, expected an object")
     for name, pair in durations.items():
-        well_formed = isinstance(pair, list) and len(pair) == 2
-        if name not in PHASES or not well_formed or {type(one) for one in pair} - {int, float}:
-            raise HeartbeatError(f"durations.{name} is {pair!r}, expected two numbers of a phase")
+        well_formed = isinstance(pair, list) and len(pair) == 2 and all(map(_is_duration, pair))
+        if name not in PHASES or not well_formed:
+            told = f"durations.{name[:40]} is {_brief(pair)}"
+            raise HeartbeatError(f"{told}, expected two durations of a phase in seconds")
+
+
+def _is_duration(value: Any) -> bool:
+    return type(value) in (int, float) and 0 <= value < DURATION_S_MAX
+
+
+def _brief(value: Any) -> str:
+    return repr(value)[:80]
 
 
 def read_beat_file(path: str | Path) -> BeatView:
@@ -287,14 +286,12 @@ class BeatSender(threading.Thread):
 
     def run(self) -> None:
         """Send until `end()`; one SET a beat."""
-        from redis import RedisError
-
         client = self._connect(max(0.05, 0.8 * self._every_s))
         while True:
             started = time.monotonic()
             try:
                 client.set(self._key, self.message().to_json(), px=KEY_TTL_MS)
-            except (RedisError, OSError):
+            except Exception:  # whatever a server says: redis-py raises of many kinds on nonsense
                 self.failures += 1
             self._beat.count(self.beats)  # the attempt is over: this thread is not stuck in it
             if self._ended.wait(max(0.0, self._every_s - (time.monotonic() - started))):
@@ -326,17 +323,12 @@ class BeatSender(threading.Thread):
 
 
 def connect(address: StoreAddress) -> Callable[[float], Redis]:
-    """A maker of clients that fail within the time-out they are given and never retry.
-
-    redis-py's defaults would block one `set` against a frozen server for about a minute.
-    """
+    """A maker of clients that fail within the time-out they are given."""
 
     def make(timeout_s: float) -> Redis:
-        from redis import Redis
-        from redis.backoff import NoBackoff
-        from redis.retry import Retry
+        from trainer.store_client import client
 
-        return Redis(**address.options(timeout_s), retry=Retry(NoBackoff(), 0))
+        return client(address, timeout_s)
 
     return make
 
@@ -346,12 +338,10 @@ def read_canary(job: str, store: Mapping[str, Any], timeout_s: float = 1.0) -> s
 
     `store` is the part of a worker's spec that names it.
     """
-    from redis import RedisError
-
     address = {one.name: store[one.name] for one in fields(StoreAddress) if one.name in store}
     try:
         with connect(StoreAddress(**address))(timeout_s) as client:
             found = client.get(canary_key(job))
-    except (RedisError, OSError):
+    except Exception:  # whatever a server says
         return None
     return None if found is None else str(found)
