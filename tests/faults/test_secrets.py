@@ -111,7 +111,7 @@ def must_not_show(tiny: Job, daemon: Daemon, secrets: list[str]) -> None:
         for what in ("cmdline", "environ"):
             if (one.pid, what) != (daemon.pid, "environ"):
                 texts[f"{what} of {one.pid}"] = Path(f"/proc/{one.pid}/{what}").read_bytes()
-    kept = {"ray.token", "redis.conf", "embedded.json"}  # of mode 0600, for that purpose
+    kept = {"ray.token", "embedded.json"}  # of mode 0600, for that purpose
     for path in tiny.run_dir.rglob("*"):
         if path.is_file() and path.name not in kept:
             texts[str(path)] = path.read_bytes()

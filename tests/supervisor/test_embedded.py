@@ -59,8 +59,34 @@ def test_redis_answers_to_its_password_only(tmp_path: Path, server: EmbeddedRedi
     assert {one.laddr.ip for one in process.net_connections() if one.status == "LISTEN"} == {
         "127.0.0.1"
     }
-    for name in ("redis.conf", "embedded.json"):
-        assert stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o600
+    assert stat.S_IMODE((tmp_path / "embedded.json").stat().st_mode) == 0o600
+    assert address.password not in (tmp_path / "redis.log").read_text()
+
+
+@pytest.mark.parametrize("name", ['a "quoted" one', "back\\slash\\", "runs [v2]", "a\nline", "#*?"])
+def test_redis_starts_whatever_its_run_directory_is_called(tmp_path: Path, name: str) -> None:
+    """A quotation mark in run_dir broke its configuration, and its log was empty."""
+    run_dir = tmp_path / name
+    run_dir.mkdir()
+    server = EmbeddedRedis(run_dir)
+    try:
+        address = server.ensure()
+        assert client(address, address.password).ping()
+        assert "Ready to accept connections" in (run_dir / "redis.log").read_text()
+    finally:
+        server.stop()
+
+
+def test_a_redis_that_does_not_start_is_shown_in_its_own_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The message ended with nothing."""
+    program = tmp_path / "redis-server"
+    program.write_text("#!/bin/sh\necho Fatal: no such option >&2\nexit 1\n")
+    program.chmod(0o700)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    with pytest.raises(ClusterUnusable, match="Fatal: no such option"):
+        EmbeddedRedis(tmp_path).ensure()
 
 
 def test_a_later_daemon_finds_the_living_redis_and_ends_it(
@@ -75,7 +101,6 @@ def test_a_later_daemon_finds_the_living_redis_and_ends_it(
     successor.stop()
     assert process.status() == psutil.STATUS_ZOMBIE  # ours to reap: it was our child
     assert not successor.is_alive()
-    assert not (tmp_path / "redis.conf").exists()
     successor.stop()
 
 
