@@ -97,7 +97,9 @@ def run(options: argparse.Namespace) -> int:
     from supervisor.errors import DiskError
     from supervisor.log import LOG_FILE, configure
     from supervisor.output import appended, errors_beside
+    from trainer.processes import raise_file_limit
 
+    raise_file_limit()
     os.umask(0o077)  # whatever a run leaves is its owner's, and so is what our children leave
     config_path = Path(options.config).resolve()
     settings, origins = read_settings(Settings, options.config, options.set)

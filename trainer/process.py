@@ -33,6 +33,7 @@ from trainer import heartbeat
 from trainer.drills import Drills, Fault, FaultError
 from trainer.heartbeat import Beat, BeatSender
 from trainer.lines import ERROR_SUFFIX, Tolerant, tolerant_text
+from trainer.processes import raise_file_limit
 from trainer.spec import RestorePoint, SpecError, WorkerSpec, read_skips
 
 log = structlog.get_logger()
@@ -604,6 +605,7 @@ def main() -> None:
     faulthandler.enable(all_threads=False)  # short: the tail of the log must show the cause
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     _stay_at_signals()
+    raise_file_limit()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a drill's SIGSEGV leaves no core file
     os.set_inheritable(options.orders, False)
     orders = os.fdopen(options.orders, "rb")

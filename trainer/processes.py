@@ -4,6 +4,7 @@ Nothing here goes by a process's name, and nothing here knows of Ray, JAX or job
 """
 
 import os
+import resource
 import select
 import signal
 import time
@@ -14,6 +15,7 @@ from pathlib import Path
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _LISTS_CHILDREN = Path("/proc/thread-self/children").exists()
+FILES_ENOUGH = 1 << 20  # some programs look at every number up to the limit
 _SIGNAL_NAMES = {one.value: one.name for one in signal.Signals}
 
 
@@ -154,6 +156,18 @@ def await_end(identities: Iterable[Identity], timeout_s: float) -> tuple[Identit
         _await_one(next(iter(left)), min(0.05, deadline - time.monotonic()))
         left = {one for one in left if is_alive(one)}
     return tuple(sorted(left, key=lambda one: one.pid))
+
+
+def raise_file_limit() -> None:
+    """Allow this process, and what it starts, as many open files as it may allow itself.
+
+    1,024 idle connections, of anybody on the machine, would fill the usual soft limit. A descriptor
+    is still the lowest free number: `select` works on it as long as fewer than 1,024 are open.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    enough = FILES_ENOUGH if hard == resource.RLIM_INFINITY else min(hard, FILES_ENOUGH)
+    if soft != resource.RLIM_INFINITY and soft < enough:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (enough, hard))
 
 
 def signal_name(number: int) -> str:

@@ -25,7 +25,7 @@ from trainer.child import Child, ChildError, Launch, Report, Spare, end_orphans,
 from trainer.environment import UNIX, worker_environment
 from trainer.heartbeat import HeartbeatError, read_beat_file, read_canary
 from trainer.private import private_directory, socket_path
-from trainer.processes import look
+from trainer.processes import look, raise_file_limit
 from trainer.snapshot import SnapshotError, discard, list_snapshots, sweep
 from trainer.snapshot import directory_of as snapshot_directory
 from trainer.stacks import collect
@@ -135,6 +135,7 @@ class ResilientWorker:
         self._sockets: dict[int, Path] = {}
         # Its one thread lives as long as the slot, and so do, at most, the children it forks.
         self._starter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="starter")
+        raise_file_limit()
         # What a child leaves behind becomes ours, to be ended and reaped by us.
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         self._orphans = end_orphans(self._run_dir, 5.0)
