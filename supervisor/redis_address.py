@@ -10,9 +10,8 @@ from typing import Protocol
 from urllib.parse import SplitResult, unquote, urlsplit, urlunsplit
 
 from supervisor.errors import ClusterUnusable
-from trainer.heartbeat import StoreAddress
+from trainer.heartbeat import PASSWORD_VARIABLE, StoreAddress
 
-PASSWORD_VARIABLE = "EVERSTEP_REDIS_PASSWORD"
 SCHEMES = ("redis", "rediss")
 _PASSWORD_BYTES_MAX = 4096
 

@@ -20,6 +20,7 @@ from pydantic import ConfigDict, Field
 
 from trainer.config import CheckpointSettings, TrainerSettings
 from trainer.environment import worker_environment
+from trainer.heartbeat import PASSWORD_VARIABLE
 from trainer.printable import make_tolerant, printable
 from trainer.settings import Section, SettingsError, read_settings
 
@@ -89,6 +90,7 @@ def _read(options: argparse.Namespace) -> tuple[_Settings, Path, Path]:
     config_dir = (options.config.parent if options.config else Path()).resolve()
     # The same threads and flags as a worker of one core per rank; before jax is imported.
     os.environ.update(worker_environment(os.cpu_count() or 1, 0, os.environ))
+    os.environ.pop(PASSWORD_VARIABLE, None)  # the user's task runs here
     return settings, config_dir, config_dir / settings.job.run_dir / settings.job.name
 
 

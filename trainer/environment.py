@@ -18,6 +18,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from trainer.heartbeat import PASSWORD_VARIABLE
+
 COLLECTIVE_TIMEOUT_S = 300  # a rank may wait this long for a peer that restores or saves slowly
 HEARTBEAT_TIMEOUT_S = 10
 SHUTDOWN_TIMEOUT_S = 5
@@ -45,13 +47,10 @@ def worker_environment(cpus: float, gpus: int, base_env: Mapping[str, str]) -> d
     """The environment of a training process on `cpus` cores and `gpus` devices.
 
     The number of threads is fixed, since XLA's sums depend on it. Proxies are dropped: gRPC between
-    ranks may hang on them. What the operator says (XLA flags, tunables of glibc) stays and wins.
+    ranks may hang on them. So are secrets: it is no part of Ray and needs no password of a store.
+    What the operator says (XLA flags, tunables of glibc) stays and wins.
     """
-    env = {
-        name: value
-        for name, value in base_env.items()
-        if not name.lower().endswith("_proxy") and not name.startswith(_SCHEDULER_PREFIXES)
-    }
+    env = {name: value for name, value in base_env.items() if not _is_unwanted(name)}
     flags = env.get("XLA_FLAGS", "").split()
     ours = [f"--xla_cpu_collective_timeout_seconds={COLLECTIVE_TIMEOUT_S}"]
     if gpus:
@@ -70,6 +69,14 @@ def worker_environment(cpus: float, gpus: int, base_env: Mapping[str, str]) -> d
     else:
         env["JAX_PLATFORMS"] = "cpu"
     return env
+
+
+def _is_unwanted(name: str) -> bool:
+    return (
+        name == PASSWORD_VARIABLE
+        or name.lower().endswith("_proxy")
+        or name.startswith((*_SCHEDULER_PREFIXES, "RAY_"))
+    )
 
 
 def join_world(*, coordinator: str, rank: int, world_size: int, join_timeout_s: float) -> None:

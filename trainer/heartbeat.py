@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 PHASES = ("initialize", "compile", "restore", "step", "evaluate", "checkpoint", "wait")
 """What a loop can be doing. "wait": done, stopped, or standing by; only its thread is alive."""
 
+PASSWORD_VARIABLE = "EVERSTEP_REDIS_PASSWORD"
+"""Holds the password of a Redis of the user's own, for the daemon alone: no child inherits it."""
+
 VERSION = 1
 KEY_TTL_MS = 3_600_000
 MESSAGE_LENGTH_MAX = 1 << 14

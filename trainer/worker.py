@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec
@@ -194,6 +194,7 @@ class ResilientWorker:
         if not host:
             path = socket_path(self._run_dir, f"-g{generation}")
             private_directory(path.parent)
+            path.unlink(missing_ok=True)
             with self._changed:
                 self._sockets[generation] = path
             return {"address": f"{UNIX}{path}"}
@@ -213,7 +214,7 @@ class ResilientWorker:
         if launch.run_dir != self._run_dir:
             raise Refused(f"spec.run_dir is {launch.run_dir}, this slot serves {self._run_dir}")
         publish = functools.partial(self._publish, launch.generation, launch.rank)
-        base = worker_environment(self._cpus, self._gpus, _without_ray(os.environ))
+        base = worker_environment(self._cpus, self._gpus, os.environ)
         child = self._starter.submit(self._start, epoch, launch, base, publish).result(
             _START_LIMIT_S
         )
@@ -379,7 +380,7 @@ class ResilientWorker:
     def _start_spare(self) -> None:
         if self._spare is not None and self._spare.is_alive():
             return
-        base = worker_environment(self._cpus, self._gpus, _without_ray(os.environ))
+        base = worker_environment(self._cpus, self._gpus, os.environ)
         self._end_spare()
         self._spare = Spare(self._command, self._run_dir, base)
 
@@ -544,11 +545,6 @@ def _crew_of(child: Child) -> orphans.Crew:
 
 def _survivors(child: Child) -> list[int]:
     return [one.pid for one in child.survivors] or [child.identity.pid]
-
-
-def _without_ray(environment: Mapping[str, str]) -> dict[str, str]:
-    """The child is no part of Ray and gets none of its secrets."""
-    return {name: text for name, text in environment.items() if not name.startswith("RAY_")}
 
 
 def _gpus() -> list[str]:

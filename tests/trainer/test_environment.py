@@ -48,6 +48,12 @@ def test_on_gpus_no_process_takes_all_the_memory_unless_told_to() -> None:
     assert name not in worker_environment(1, 0, {})
 
 
+def test_a_worker_gets_no_secret_of_its_starter() -> None:
+    """`check --memory` runs the user's task, which could read the password of the store."""
+    secrets = {"EVERSTEP_REDIS_PASSWORD": "x", "RAY_AUTH_TOKEN": "x", "RAY_AUTH_TOKEN_PATH": "/x"}
+    assert worker_environment(1, 0, {**secrets, "HOME": "/"}).keys() & secrets.keys() == set()
+
+
 def test_only_what_differs_is_told() -> None:
     """A resumed run on another machine may not be exact, and that must be said."""
     then = {"jax": "1", "threads": "1", "gone": 5}

@@ -7,6 +7,7 @@ it was not done, but then its workers wait.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from pydantic import ConfigDict, Field
 from trainer.config import TASK_OF_THE_HOUSE, TrainerSettings
 from trainer.data.source import open_source
 from trainer.data.store import DataUnavailable
+from trainer.heartbeat import PASSWORD_VARIABLE
 from trainer.printable import make_tolerant, printable
 from trainer.settings import Section, SettingsError, read_settings
 from trainer.tokenizer import BytesTokenizer, Tokenizer
@@ -53,6 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="the cluster that a Ray Dataset is executed on; default: this machine",
     )
     options = parser.parse_args(arguments)
+    os.environ.pop(PASSWORD_VARIABLE, None)  # a Ray Dataset is a function of the user's
     try:
         settings, _ = read_settings(_Settings, options.config, options.set)
         config_dir = (options.config.parent if options.config else Path()).resolve()
