@@ -179,8 +179,11 @@ class FreeLoop(ModelTrainer):
         self._save_now = False
         self._metrics_now: dict[str, float] = {}
         self._index: int | None = None
+        self._started = 0.0
         self._aside_s = 0.0
+        self._aside_since: float | None = None
         self._first = True
+        self._end: BaseException | None = None
 
     @property
     def runs_ahead(self) -> bool:
@@ -213,10 +216,14 @@ class FreeLoop(ModelTrainer):
         self._ledger = open_ledger(self._context.rank, self._context.world_size)
         try:
             self._function(Worker(self))
+            if self._end is not None:  # which the function caught
+                raise self._end
             if self._index is not None:  # it left its loop by `break`
                 self._end_last()
-        except Stopped:
-            return None
+        except BaseException as error:
+            if isinstance(self._end or error, Stopped):
+                return None
+            raise
         self._check_end()
         if self._ledger is not None:
             self._beat.enter("wait")  # for the others, who may have more to do after their steps
@@ -270,11 +277,19 @@ class FreeLoop(ModelTrainer):
         """See `Worker.steps`."""
         if not self._is_restored:
             raise TaskError("call worker.restore(state) before worker.steps()")
+        if self._end is not None:
+            raise self._end
         self._on_ready(self._ready)
-        while self._progress.done < self._settings.steps:
-            self._begin_step(self._progress.done)
-            yield self._progress.done
-            self._end_step()
+        try:
+            while self._progress.done < self._settings.steps:
+                self._begin_step(self._progress.done)
+                yield self._progress.done
+                self._end_step()
+        except GeneratorExit:  # the function left by `break`
+            raise
+        except BaseException as error:  # which stands, whatever the function makes of it
+            self._end = error
+            raise
 
     def note(self, metrics: Mapping[str, Any]) -> None:
         """See `Worker.report`."""
@@ -303,11 +318,21 @@ class FreeLoop(ModelTrainer):
         """See `Worker.phase`."""
         if name not in PHASES:
             raise TaskError(f"worker.phase({name!r}): it must be one of {', '.join(PHASES)}")
-        before, started = self._beat.phase, time.monotonic()
+        before, is_outermost = self._beat.phase, self._aside_since is None
+        if is_outermost:
+            self._aside_since = time.monotonic()
         self._beat.enter(name)
-        yield  # an error ends the process: nothing is to be put back then
-        self._aside_s += time.monotonic() - started
-        self._beat.enter(before)
+        try:
+            yield
+        except BaseException as error:
+            self._beat.blame(error)
+            raise
+        finally:
+            if is_outermost and self._aside_since is not None:
+                since = max(self._aside_since, self._started)
+                self._aside_s += time.monotonic() - since
+                self._aside_since = None
+            self._beat.enter(before)
 
     # What happens between two steps
 

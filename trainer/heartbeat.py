@@ -38,6 +38,7 @@ _LAYOUT = struct.Struct("<QqIQ")  # sequence number, step, phase, sequence numbe
 _BEATS = struct.Struct("<Q")  # the sends of the thread, which alone writes there
 _BEATS_AT = 32
 _FILE_BYTES = 64
+_RAISED_IN = "_everstep_phase"
 
 
 class HeartbeatError(ValueError):
@@ -225,6 +226,14 @@ class Beat:
         place = (self.step + 1) * len(PHASES) + PHASES.index(phase)
         self.seq = max(self.seq, place << _PHASE_BITS)
         self.tick()
+
+    def blame(self, error: BaseException) -> None:
+        """Remember in which phase an error was raised, before that phase is left because of it."""
+        error.__dict__.setdefault(_RAISED_IN, self.phase)  # a reference here would keep its frames
+
+    def phase_of(self, error: BaseException) -> str:
+        """The phase in which an error was raised."""
+        return str(error.__dict__.get(_RAISED_IN, self.phase))
 
     def tick(self) -> None:
         """Progress inside a phase."""

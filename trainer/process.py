@@ -491,7 +491,7 @@ class Worker:
         """Speak before JAX does: it would end the process with SIGABRT, and no word."""
         text = f"not all ranks joined within join_timeout_s = {self.spec.join_timeout_s:g} s"
         error = {"type": "JoinTimedOut", "message": text, "frame": "", "traceback": text}
-        self._send_raised({**error, "user": False}, collective=False, startup=True)
+        self._send_raised({**error, "user": False}, self.beat.phase, startup=True)
         os._exit(1)
 
     def _report_outcome(self, outcome: Any) -> None:
@@ -550,6 +550,7 @@ class Worker:
         self._keep_whole_text(error)
         self._send_raised(
             report.to_dict(),
+            self.beat.phase_of(error),
             collective=failures.lost_a_peer(error),
             startup=failures.could_not_start(error),
         )
@@ -570,11 +571,18 @@ class Worker:
         except OSError as refused:
             log.warning("error_text_not_kept", why=str(refused))
 
-    def _send_raised(self, error: Mapping[str, Any], *, collective: bool, startup: bool) -> None:
+    def _send_raised(
+        self,
+        error: Mapping[str, Any],
+        phase: str,
+        *,
+        collective: bool = False,
+        startup: bool = False,
+    ) -> None:
         self.reports.send(
             "raised",
             error=dict(error),
-            phase=self.beat.phase,
+            phase=phase,
             step=self.beat.step if self.beat.step >= 0 else None,
             collective=collective,
             startup=startup,

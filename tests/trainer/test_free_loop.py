@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import sys
 import time
 import types
@@ -19,6 +20,7 @@ import pytest
 from trainer import checkpoint
 from trainer.config import CheckpointSettings, TrainerSettings
 from trainer.free_loop import FreeLoop, Worker, trainer_for
+from trainer.guards import NumbersDiverged
 from trainer.heartbeat import Beat
 from trainer.loop import Finish, Ready, StepReport
 from trainer.task import Context, TaskError
@@ -239,6 +241,71 @@ def test_an_order_to_stop_waits_for_a_state(tmp_path: Path) -> None:
     assert run.finish is None
     assert [one.step for one in run.steps] == [0, 1, 2, 3]
     assert checkpoint.finished(tmp_path)[0][0] == 4
+
+
+@pytest.mark.parametrize("catch", ["pass", "again", "raise"])
+def test_an_order_to_stop_stands_whatever_the_loop_catches(tmp_path: Path, catch: str) -> None:
+    """`except:` around a loop swallowed the stop: COMPLETED after step 3 of 1000, status 0."""
+
+    def train(worker: Worker) -> None:
+        state = worker.restore(jnp.zeros(2))
+        for _ in range(2):
+            try:
+                for _ in worker.steps():
+                    worker.report(loss=1.0)
+                    worker.checkpoint(state)
+            except BaseException as error:
+                if catch == "raise":
+                    raise RuntimeError("the loop ended early") from error
+                if catch == "pass":
+                    break
+
+    run = Run(tmp_path, train, steps=1000, stop_after=2)
+    assert run.finish is None
+    assert [one.step for one in run.steps] == [0, 1, 2]
+    assert checkpoint.finished(tmp_path)[0][0] == 3
+
+
+def test_a_verdict_on_a_step_stands_whatever_the_loop_catches(tmp_path: Path) -> None:
+    """Numbers that went wrong, and a broken contract, ended as COMPLETED in the same way."""
+
+    def train(worker: Worker) -> None:
+        state = worker.restore(jnp.zeros(2))
+        try:
+            for step in worker.steps():
+                worker.report(loss=math.nan if step == 2 else 1.0)
+                worker.checkpoint(state)
+        except Exception:
+            return
+
+    with pytest.raises(NumbersDiverged):
+        Run(tmp_path, train)
+
+
+def test_phases_within_phases_count_once_and_an_error_leaves_them(tmp_path: Path) -> None:
+    """`step_s` was negative, and all that followed a caught error counted as evaluation."""
+    seen: list[str] = []
+
+    def train(worker: Worker) -> None:
+        state = worker.restore(jnp.zeros(2))
+        for _ in worker.steps():
+            with worker.phase("evaluate"):
+                with worker.phase("checkpoint"):
+                    time.sleep(0.2)
+                seen.append(run.beat.phase)
+            try:
+                with worker.phase("evaluate"):
+                    raise KeyError("caught")
+            except KeyError as error:
+                seen.append(run.beat.phase)
+                seen.append(run.beat.phase_of(error))
+            worker.report(loss=1.0)
+            worker.checkpoint(state)
+
+    run = Run.__new__(Run)
+    run.__init__(tmp_path, train, steps=2)  # type: ignore[misc]
+    assert seen[3:] == ["evaluate", "step", "evaluate"]
+    assert all(0 <= one.step_s < 0.2 for one in run.steps)
 
 
 def test_what_is_no_step_is_said_and_does_not_count(tmp_path: Path) -> None:
