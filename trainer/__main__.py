@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import json
 import os
 import shutil
 import sys
@@ -23,6 +24,7 @@ from trainer.environment import worker_environment
 from trainer.heartbeat import PASSWORD_VARIABLE
 from trainer.printable import make_tolerant, printable
 from trainer.settings import Section, SettingsError, read_settings
+from trainer.whole import write_whole
 
 EXAMPLE = """example:
   python -m trainer --config job.toml --set trainer.steps=20
@@ -33,6 +35,10 @@ EXAMPLE_GENERATE = """example:
 EXAMPLE_EXPORT = """example:
   python -m trainer export --config job.toml --out exported
 """
+
+
+COMPLETE = "complete.json"
+"""In the directory of a job that trains alone: how it ended, once it did by itself."""
 
 
 class _JobSettings(Section):
@@ -189,6 +195,9 @@ def _train(arguments: Sequence[str]) -> int:
     job_dir.mkdir(parents=True, exist_ok=True)
     newest = checkpoint.finished(job_dir)
     restored = newest[0] if newest else None
+    if restored and (lines := _lines_if_complete(job_dir, restored[0], settings.trainer.steps)):
+        print("\n".join([*lines, "nothing is left to do; --fresh begins anew"]))
+        return 0
     keep = settings.checkpoint.keep
 
     def told(outcome: Any) -> None:
@@ -238,9 +247,26 @@ def _train(arguments: Sequence[str]) -> int:
         for report in trainer.run():
             tell_step(report)
         finish = trainer.finish()
-    print(f"complete at step {finish.step}: loss {finish.loss}, held out {finish.held_out_loss}")
-    print(f"params_digest {finish.params_digest}")
+    lines = [
+        f"complete at step {finish.step}: loss {finish.loss}, held out {finish.held_out_loss}",
+        f"params_digest {finish.params_digest}",
+    ]
+    done = {"step": finish.step, "steps": settings.trainer.steps, "lines": lines}
+    write_whole(job_dir / COMPLETE, json.dumps(done))
+    print("\n".join(lines))
     return 0
+
+
+def _lines_if_complete(job_dir: Path, step: int, steps: int) -> list[str]:
+    """What the last run said at its end, if it ended by itself at this checkpoint.
+
+    A loop of the user's own may have left early; only more steps than it knew of begin it again.
+    """
+    try:
+        done = json.loads((job_dir / COMPLETE).read_bytes())
+    except (FileNotFoundError, ValueError):
+        return []
+    return list(done["lines"]) if (done["step"], done["steps"]) == (step, steps) else []
 
 
 if __name__ == "__main__":

@@ -60,6 +60,35 @@ def test_training_alone_goes_on_from_its_checkpoint_to_the_same_end(tmp_path: Pa
     export_and_listen(config, tmp_path / "taken")
 
 
+LEAVES = """
+import jax.numpy as jnp
+
+
+def train(worker):
+    w = worker.restore(jnp.zeros(2))
+    for step in worker.steps():
+        worker.report(loss=1.0)
+        worker.checkpoint(w)
+        if step >= 2:
+            break
+"""
+
+
+def test_a_loop_that_left_early_has_nothing_left_to_do(tmp_path: Path) -> None:
+    """Each start of it did one step more."""
+    (tmp_path / "leaves.py").write_text(LEAVES)
+    config = tmp_path / "job.toml"
+    config.write_text('[job]\nname = "solo"\n[trainer]\ntask = "leaves:train"\nsteps = 9\n')
+    first = run(config)
+    assert "complete at step 3" in first.stdout, first.stderr
+    again = run(config)
+    assert (again.returncode, digest(again.stdout)) == (0, digest(first.stdout))
+    assert "complete at step 3" in again.stdout
+    assert "nothing is left to do" in again.stdout
+    longer = run(config, "--set", "trainer.steps=12")
+    assert "complete at step 4" in longer.stdout
+
+
 def export_and_listen(config: Path, folder: Path) -> None:
     """What a user does next: take the model away, and see that it is the one that was trained."""
     done = run(config, command="export", out=str(folder))
