@@ -136,6 +136,7 @@ class Roster:
         if kind == "raised":
             error = record["error"]
             why = f"rank {rank} raised {error.get('type')}: {error.get('message')}"
+            why += f" ({error['frame']})" if error.get("frame") else ""
         elif kind == "exit":
             how = record.get("signal") or f"status {record.get('status')}"
             why = f"rank {rank} ended by {how}"

@@ -25,7 +25,7 @@ from trainer.config import MeshSettings
 from trainer.guards import APPLIED, dissenters
 from trainer.pieces import Assembly, Index, Piece, Read, index_of, whole
 from trainer.settings import SettingsError
-from trainer.task import Batch, State, Task, TaskError
+from trainer.task import Batch, State, Task, TaskError, place_of
 
 Host = Any
 """A pytree of numpy arrays: a state copied off the devices, random keys as their bits."""
@@ -524,7 +524,7 @@ def _implementation(dtype: Any) -> Any:
 
 
 def _abstract_state(task: Task, layout: Layout, seed: int) -> Any:
-    tree = jax.eval_shape(task.init, jax.random.key(seed))
+    tree = jax.eval_shape(lambda key: _only_arrays(task, task.init(key)), jax.random.key(seed))
     leaves = [
         jax.ShapeDtypeStruct(
             leaf.shape,
@@ -541,6 +541,17 @@ def _abstract_state(task: Task, layout: Layout, seed: int) -> Any:
                 f"it (see Task.logical_axes); make {axis} 1 and use dp"
             )
     return jax.tree.unflatten(jax.tree.structure(tree), leaves)
+
+
+def _only_arrays(task: Task, state: State) -> State:
+    """Raise `TaskError` where jax's own error would name no line of the user's."""
+    for name, leaf in named_leaves(state):
+        if not isinstance(leaf, jax.Array | np.ndarray | np.generic | bool | int | float | complex):
+            raise TaskError(
+                f"{place_of(task.init)}: {name} is a {type(leaf).__name__}, no array: keep it out "
+                "of the state"
+            )
+    return state
 
 
 def _axes(spec: PartitionSpec) -> set[str]:

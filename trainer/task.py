@@ -6,6 +6,7 @@ A task says what is trained; it knows nothing of processes, checkpoints or failu
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import sys
 from abc import ABC, abstractmethod
@@ -196,11 +197,55 @@ def load_task(context: Context) -> Task:
     """
     found = find(context)
     if isinstance(found, type) and issubclass(found, Task):
+        _check_class(found)
         return found(context)
     raise SettingsError(
         f"[trainer] task = {context.settings.task!r} is a function, a loop of your own, and "
         "not a subclass of trainer.task.Task, which is needed here"
     )
+
+
+_CALLS: Mapping[str, tuple[str, ...]] = {
+    "__init__": ("context",),
+    "start": (),
+    "init": ("key",),
+    "batch": ("step",),
+    "train_step": ("state", "batch"),
+    "evaluate": ("state", "batch"),
+    "held_out_batch": ("index",),
+    "position": ("step",),
+    "logical_axes": ("name", "shape"),
+    "frozen": ("name",),
+    "initial_values": (),
+    "facts": (),
+}
+
+
+def _check_class(found: type[Task]) -> None:
+    """Raise `TaskError` for methods that are missing, or that cannot be called as `Task` says.
+
+    Python's own error for these has no line of the user's in it.
+    """
+    where = f"{sys.modules[found.__module__].__file__}: class {found.__name__}"
+    if missing := sorted(found.__abstractmethods__):
+        raise TaskError(f"{where} lacks {', '.join(missing)}, which trainer.task.Task wants")
+    for name, arguments in _CALLS.items():
+        method = getattr(found, name)
+        if method is getattr(Task, name) or not inspect.isfunction(method):
+            continue
+        try:
+            inspect.signature(method).bind(found, *arguments)
+        except TypeError as error:
+            raise TaskError(
+                f"{place_of(method)} is called as {name}({', '.join(arguments)}): {error}"
+            ) from None
+
+
+def place_of(function: Callable[..., Any]) -> str:
+    """Where a function of the user's is defined: file, line and name."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    name = getattr(function, "__qualname__", repr(function))
+    return f"{code.co_filename}:{code.co_firstlineno} {name}" if code else name
 
 
 def find(context: Context) -> type[Task] | Callable[..., Any]:

@@ -195,6 +195,53 @@ class Single(Sum):
         return super().train_step(state, batch)[0]
 
 
+class Named(Sum):
+    """Has a string in its state."""
+
+    def init(self, key: Any) -> Any:
+        return {**super().init(key), "name": "mine"}
+
+
+class Unfinished(Task):
+    """Lacks what has to be there."""
+
+    def init(self, key: Any) -> Any:
+        return {"w": jnp.zeros(2)}
+
+
+class Closed(Sum):
+    """Wants nothing to begin with."""
+
+    def __init__(self) -> None:
+        pass
+
+
+class Unindexed(Sum):
+    """Draws its batches by no step."""
+
+    def batch(self) -> Any:  # type: ignore[override]
+        return np.zeros((4, 3))
+
+
+@pytest.mark.parametrize(
+    ("kind", "complaint"),
+    [
+        (Unfinished, r"test_task\.py: class Unfinished lacks batch, train_step"),
+        (Closed, r"test_task\.py:\d+ Closed\.__init__ is called as __init__\(context\): too many"),
+        (Unindexed, r"test_task\.py:\d+ Unindexed\.batch is called as batch\(step\): too many"),
+    ],
+)
+def test_a_class_that_cannot_be_called_as_a_task_is_refused_with_its_line(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, kind: type[Task], complaint: str
+) -> None:
+    """Python's TypeError has no frame of the user's, and was retried until the budget was spent."""
+    module = types.ModuleType("users_classes")
+    module.Mine = kind  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "users_classes", module)
+    with pytest.raises(TaskError, match=complaint):
+        load_task(context(folder, task="users_classes:Mine"))
+
+
 @pytest.mark.parametrize(
     ("kind", "complaint"),
     [
@@ -203,6 +250,7 @@ class Single(Sum):
         (Mute, 'scalar "loss"'),
         (Vector, 'scalar "loss"'),
         (Single, r"\(state, metrics\)"),
+        (Named, r"test_task\.py:\d+ Named\.init: name is a str, no array"),
     ],
 )
 def test_a_broken_contract_is_named_before_the_first_step(
