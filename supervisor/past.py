@@ -71,8 +71,11 @@ def past_of(records: Iterable[Record]) -> Past:
                     skips = _pairs(named.get("skips", ()))
                 if named.get("effect") == "SelectRestorePoint" and named.get("step_max", -1) >= 0:
                     committed_step = min(committed_step, int(named["step_max"]))
-            if record["target"] == "DRAINING" != record["source"]:
-                rollback = _rollback_of(event)
+            # It is done when a generation trains again, whatever ends a run or a start before that.
+            if record["target"] == "RUNNING" != record["source"]:
+                rollback = {}
+            elif record["target"] == "DRAINING" != record["source"]:
+                rollback |= _rollback_of(event)
             if event["event"] == "checkpoint_committed":
                 committed_step = max(committed_step, event["step"])
                 verified[(event["generation"], event["step"])] = None
