@@ -156,7 +156,7 @@ class BudgetSettings(Section):
         default=3, description="failed starts (port taken, join timed out); -1 = no limit"
     )
     preemptions_max: Limit = Field(
-        default=-1, description="recoveries from announced preemptions; -1 = no limit"
+        default=-1, description="no effect: nothing is charged to this budget yet"
     )
     no_progress_max: int = Field(
         default=10, ge=1, description="generations in a row without a later restore point"

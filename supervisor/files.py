@@ -44,10 +44,17 @@ class RunFiles:
         """Set aside whatever lies above a step, finished or not; only while no worker lives."""
         await asyncio.to_thread(restore_points.quarantine_above, self.run_dir, step, why)
 
-    async def prune(self, keep: int, verified: Sequence[tuple[int, int]]) -> None:
+    async def prune(
+        self,
+        keep: int,
+        verified: Sequence[tuple[int, int]],
+        spared: Sequence[tuple[int, int]],
+    ) -> None:
         """Delete what retention no longer keeps; one after another, lest two delete the same."""
         async with self._pruning:
-            await asyncio.to_thread(restore_points.prune, self.run_dir, keep, set(verified))
+            await asyncio.to_thread(
+                restore_points.prune, self.run_dir, keep, set(verified), set(spared)
+            )
 
     async def sweep_unfinished(self) -> list[Path]:
         """Delete the remains of saves that never ended; only while no worker lives."""

@@ -75,6 +75,7 @@ class _Track:
     phase: str = "initialize"
     step: int = -1
     path_broken: bool = False
+    promoted: bool = False  # it was told to train: to wait on is no excuse any more
     unanswered_since: float | None = None
     testimony: Mapping[str, Any] | None = None
 
@@ -110,6 +111,17 @@ class HeartbeatMonitor:
         tracks = {rank: _Track(rank=rank, beats_at=now, seq_at=now, ahead_at=now) for rank in ranks}
         self._armed[generation] = tracks
         self._deadlines.forget_ranks_from(len(tracks))
+
+    def promote(self, generation: int, ranks: Iterable[int], now: float) -> None:
+        """The generation that stood by was told to load its state and train; arm it if need be.
+
+        Until its first step the deadline of `restore` counts in `wait` too.
+        """
+        if generation not in self._armed:
+            self.arm(generation, ranks, now)
+        for track in self._armed[generation].values():
+            track.promoted = True
+            track.rearm(now)
 
     def disarm(self, generation: int) -> None:
         """Stop watching a generation and forget all about it; no error if it was not watched."""
@@ -195,13 +207,15 @@ class HeartbeatMonitor:
     def _advance(self, track: _Track, seq: int, phase: str, step: int, now: float) -> None:
         track.seq, track.phase, track.step = seq, phase, step
         track.seq_at = now
+        track.promoted &= phase not in ("step", "evaluate", "checkpoint")
         track.unanswered_since = None
         track.testimony = None
 
     # --- who is silent ----------------------------------------------------------------------------
 
     def _suspect(self, generation: int, now: float) -> Suspicion | None:
-        tracks = [track for track in self._armed[generation].values() if track.phase != "wait"]
+        armed = self._armed[generation].values()
+        tracks = [track for track in armed if track.phase != "wait" or track.promoted]
         overdue = self._overdue(tracks, now)
         lost = [track for track in self._armed[generation].values() if self._is_lost(track, now)]
         if not lost and not overdue:
@@ -238,6 +252,8 @@ class HeartbeatMonitor:
         return now - track.seq_at > 0.5 * self._limit_s(track)
 
     def _limit_s(self, track: _Track) -> float:
+        if track.phase == "wait" and track.promoted:
+            return self._deadlines.limit_s("restore", warm=False)
         warm = track.message is not None and track.phase in track.message.durations
         return self._deadlines.limit_s(track.phase, warm=warm)
 

@@ -85,8 +85,16 @@ class Disk(Protocol):
         """The same for all above a step, finished or not. Raises OSError, DiskError."""
         ...
 
-    async def prune(self, keep: int, verified: Sequence[tuple[int, int]]) -> None:
-        """Delete all but `keep` verified (generation, step). Raises OSError, DiskError."""
+    async def prune(
+        self,
+        keep: int,
+        verified: Sequence[tuple[int, int]],
+        spared: Sequence[tuple[int, int]],
+    ) -> None:
+        """Delete all but `keep` verified (generation, step) and the spared ones.
+
+        Raises OSError, DiskError.
+        """
         ...
 
     async def write_evidence(
@@ -185,8 +193,9 @@ class Performers:
         """Arm the monitor for the adopted: (generation → rank → pid); leases start afresh."""
         now = asyncio.get_running_loop().time()
         self.pids = {generation: dict(pids) for generation, pids in children.items()}
-        for generation in (job.active, *_some(job.standby)):
-            if generation in children and job.state in _WATCHED:
+        watched = (job.active,) if job.state in _WATCHED else ()
+        for generation in (*watched, *_some(job.standby)):
+            if generation in children:
                 self.monitor.arm(generation, range(self.workers), now)
 
     def forget_cluster(self) -> None:
@@ -311,7 +320,7 @@ class Performers:
             case x.RecordIncident():
                 await self.disk.write_summary(effect.incident, effect.summary)
             case x.PruneCheckpoints():
-                await self.disk.prune(effect.keep, effect.verified)
+                await self.disk.prune(effect.keep, effect.verified, effect.spared)
             case x.SetDeadline():
                 self.timers.set(effect)
             case x.NotifyOperator():
@@ -370,6 +379,8 @@ class Performers:
         if effect.seed_allowed:
             return e.RestorePointSelected(**common, kind="seed", step=0, path="", saved_by=0)
         why = "the journal records a committed checkpoint, and none that can be loaded is left"
+        if effect.step_max >= 0:
+            why += f" of step {effect.step_max} or before, to which the job has to go back"
         return e.RestorePointsExhausted(**common, why=why)
 
     async def _roll_back(
@@ -385,7 +396,10 @@ class Performers:
         points = [point for point in points if point.step <= effect.step_max]
         newest = -1 if effect.checkpoints_only else effect.step_max
         kept = [snapshot for snapshot in snapshots if snapshot.step <= newest]
-        target = max([*(point.step for point in points), *(one.step for one in kept)], default=0)
+        steps = [*(point.step for point in points), *(snapshot.step for snapshot in kept)]
+        if not steps and not effect.seed_allowed:
+            return [], []  # what lies above is all that is left: it stays where it is
+        target = max(steps, default=0)
         await self.disk.quarantine_above(target, f"rolled back to step {target}")
         await self.cluster.discard_snapshots_above(newest)
         return points, kept
@@ -404,6 +418,9 @@ class Performers:
                     self.on_outcome(missing)
                     is_told = True
                 await asyncio.sleep(CAPACITY_POLL_S)
+            if is_told:
+                self.on_outcome(e.CapacityFound(at=self.clock(), generation=effect.generation))
+                is_told = False
             try:
                 return await self.cluster.place(effect.placement, self.placement_timeout_s)
             except SlotsSetAside as error:
@@ -434,11 +451,7 @@ class Performers:
 
     async def _start_workers(self, effect: x.StartWorkers) -> e.Event:
         generation = effect.generation
-        self.rosters[generation] = Roster(
-            generation=generation,
-            world_size=self.workers,
-            restoring=isinstance(effect, x.RestoreWorkers),
-        )
+        self._roster(generation).restoring = isinstance(effect, x.RestoreWorkers)
         try:
             pids = await self._start(effect)
         except StartFailed as error:
@@ -457,9 +470,7 @@ class Performers:
     async def _prepare_standby(self, effect: x.PrepareStandby) -> e.Event | None:
         """Its start ends in `standby_ready` or `standby_lost`, which the slots tell."""
         generation = effect.generation
-        self.rosters[generation] = Roster(
-            generation=generation, world_size=self.workers, restoring=True, standby=True
-        )
+        self._roster(generation, standby=True)
         try:
             await self._start(effect)
         except (ClusterError, OSError) as error:
@@ -468,6 +479,14 @@ class Performers:
                 at=self.clock(), generation=generation, ranks=ranks, why=str(error)
             )
         return None
+
+    def _roster(self, generation: int, *, standby: bool = False) -> Roster:
+        """The generation's roster. One that exists stays, with all that was said and promoted."""
+        if generation not in self.rosters:
+            self.rosters[generation] = Roster(
+                generation=generation, world_size=self.workers, restoring=True, standby=standby
+            )
+        return self.rosters[generation]
 
     async def _start(self, effect: x.StartWorkers | x.PrepareStandby) -> dict[int, int]:
         specs = [self.spec_of(effect, rank) for rank in range(self.workers)]
@@ -500,6 +519,7 @@ class Performers:
         ]
         if starting:
             await asyncio.wait(starting)
+        self.monitor.promote(generation, range(self.workers), asyncio.get_running_loop().time())
         order = {"order": "promote", **start_of(effect)}
         # Drills may have struck, or been ordered, since it was started.
         try:

@@ -119,10 +119,16 @@ def quarantine_above(run_dir: Path, step: int, reason: str) -> list[Path]:
     return [_set_aside(entry, reason) for entry in doomed]
 
 
-def prune(run_dir: Path, keep: int, verified: Collection[tuple[int, int]]) -> list[RestorePoint]:
+def prune(
+    run_dir: Path,
+    keep: int,
+    verified: Collection[tuple[int, int]],
+    spared: Collection[tuple[int, int]] = (),
+) -> list[RestorePoint]:
     """Delete what is older than the `keep` newest verified points; returns what went.
 
-    `verified` holds (generation, step) of saves that were read back and found equal. With fewer
+    `verified` holds (generation, step) of saves that were read back and found equal; those in
+    `spared` stay, however old they are. With fewer
     than `keep` of them on the disk nothing is deleted. Unfinished saves are left alone: one may be
     under way. Raises ValueError for a `keep` below 2, OSError where the disk refuses.
     """
@@ -131,6 +137,7 @@ def prune(run_dir: Path, keep: int, verified: Collection[tuple[int, int]]) -> li
     points = find(run_dir)
     good = [point for point in points if (point.generation, point.step) in verified]
     doomed = [] if len(good) < keep else [p for p in points if p.step < good[keep - 1].step]
+    doomed = [point for point in doomed if (point.generation, point.step) not in spared]
     for point in doomed:
         _discard(run_dir, point.path)
     _empty_trash(run_dir)

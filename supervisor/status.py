@@ -145,7 +145,6 @@ def _budgets(job: Job) -> dict[str, dict[str, int]]:
         "worker": limits.failures_max,
         "startup": limits.startup_failures_max,
         "node": limits.node_failures_max,
-        "preemption": limits.preemptions_max,
         "numbers": limits.rollbacks_max,
     }
     return {

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 
 from supervisor.fsm import effects as x
 from supervisor.fsm.job import Job
+from supervisor.fsm.table import STARTING
 from supervisor.journal import Record
 
 # The events that end an effect. Of those that carry a generation, it must be the effect's.
@@ -71,6 +72,9 @@ def _still_wanted(effect: x.Effect, job: Job) -> bool:
         return False
     if isinstance(effect, x.SetDeadline):
         return effect.owner == job.owner
-    if isinstance(effect, x.PrepareStandby):
-        return effect.generation in (job.standby, job.active)
+    if isinstance(effect, x.PrepareStandby) and effect.generation == job.standby:
+        return True
+    if isinstance(effect, x.StartWorkers | x.PrepareStandby):
+        # A start, or a standby that was promoted half-built, is over once all its ranks are ready.
+        return effect.generation == job.active and job.state in STARTING
     return True

@@ -160,6 +160,7 @@ class Roster:
                         step=step,
                         path=str(record["path"]),
                         duration_s=round(float(record["seconds"]), 3),
+                        agreed_step=int(record.get("agreed_step", -1)),
                     )
                 case "snapshot_failed":
                     yield e.SnapshotFailed(**common, step=step, error=str(record["error"]))

@@ -16,8 +16,10 @@ import pytest
 
 from supervisor.daemon import Daemon
 from supervisor.fsm import events as e
-from supervisor.fsm.job import Limits
+from supervisor.fsm.job import Job, Limits
+from supervisor.fsm.machine import JobMachine
 from supervisor.journal import decode, encode, read_journal
+from supervisor.past import past_of
 from supervisor.replay import replay_file
 from tests.sim.run import Meddling, Sim, simulate
 from tests.sim.world import Fault, Script, SimCluster
@@ -128,10 +130,10 @@ SCENARIOS = {
     "exit_0_before_the_last_step": Scenario(
         faulty(Fault(kind="exit0", step=5)), states=ONCE, events=["worker_crashed"]
     ),
-    "preempted_by_sigterm": Scenario(
+    "ended_by_sigterm": Scenario(
         faulty(Fault(kind="sigterm", step=15)),
         states=ONCE,
-        check=lambda sim: spent(sim, preemption=1),
+        check=lambda sim: spent(sim, worker=1),
     ),
     "a_victim_speaks_first": Scenario(
         faulty(Fault(kind="segv_late", step=12)),
@@ -645,6 +647,38 @@ def test_a_rollback_that_was_decided_is_done_by_the_next_run(tmp_path: Path, sto
     assert chosen[-1]["step"] == 20
     assert second.daemon.job.step_max == -1
     assert replay_file(path).difference == ""
+
+
+@pytest.mark.parametrize("how", ["stop", "slot"])
+def test_a_rollback_survives_what_comes_before_it_is_done(how: str) -> None:
+    """Replicas differed at step 35 and agreed at 30. The job was stopped in its backoff, with or
+    without the loss of a slot: the next run took checkpoint 32, which holds the difference."""
+    job = Job(limits=Limits(backoff_base_s=4.0))
+    machine = JobMachine(job)
+    records: list[dict[str, Any]] = [{"kind": "job", "job": job.to_dict()}]
+    seed = {"kind": "seed", "step": 0, "path": "", "saved_by": 0}
+    crash = {"status": None, "signal": "SIGKILL", "phase": "step", "step": 3, "detail": ""}
+    story: list[e.Event] = [
+        e.JobStarted(at=1, after=""),
+        e.RestorePointSelected(at=2, generation=1, **seed),
+        e.SlotsPlaced(at=3, generation=1, placement=1, slots=()),
+        e.WorkersInitialized(at=4, generation=1, step=0),
+        # A first failure, so that the second recovery has a backoff.
+        e.WorkerCrashed(at=5, generation=1, ranks=(0,), primary=True, **crash),
+        e.WorkersGone(at=6, generation=1, exits=()),
+        e.RestorePointSelected(at=7, generation=2, **seed),
+        e.WorkersRestored(at=8, generation=2, step=0),
+        e.ReplicasDiverged(at=9, generation=2, step=35, ranks=(1,), agreed_step=30, why="w"),
+        e.WorkersGone(at=10, generation=2, exits=()),
+    ]
+    if how == "slot":
+        story.append(e.SlotLost(at=11, generation=3, ranks=(0,), why="w"))
+    story += [e.StopRequested(at=12, by="operator"), e.WorkersGone(at=13, generation=3, exits=())]
+    for event in story:
+        records += [{"kind": "move", **move.to_dict()} for move in machine.handle(event)]
+    assert machine.job.state.name == "STOPPED"
+    assert machine.job.step_max == 30
+    assert past_of(records).step_max == 30
 
 
 def _just_after_the_parting(folder: Path) -> float:

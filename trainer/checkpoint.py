@@ -92,6 +92,7 @@ class Committed:
     path: str
     seconds: float
     bytes: int
+    agreed_step: int = -1  # All replicas agreed when so many steps were finished; -1: not compared.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

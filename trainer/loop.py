@@ -290,10 +290,16 @@ class ModelTrainer:
             self._saver = checkpoint.Saver(
                 self._job_dir,
                 self._context.generation,
-                self._on_outcome,
+                self._report_save,
                 part=self._context.rank,
                 parts=parts,
             )
+
+    def _report_save(self, outcome: Committed | SaveFailed) -> None:
+        """With the last step on which all replicas agreed, for whoever decides what is kept."""
+        if isinstance(outcome, Committed) and self._programs.compare is not None:
+            outcome = replace(outcome, agreed_step=self._agreed_step)
+        self._on_outcome(outcome)
 
     def run(self) -> Iterator[StepReport]:
         """Do the steps that are left; yields after each, when its line and its save are on the way.

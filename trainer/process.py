@@ -525,6 +525,7 @@ class Worker:
                 path=outcome.path,
                 seconds=round(outcome.seconds, 4),
                 bytes=outcome.bytes,
+                agreed_step=outcome.agreed_step,
             )
         else:
             log.warning("checkpoint failed", step=outcome.step, error=outcome.error)

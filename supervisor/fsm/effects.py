@@ -27,7 +27,7 @@ class SelectRestorePoint(Effect):
     """Find the newest restore point; the seed counts only if nothing was ever committed.
 
     With a `step_max` of 0 or more this is a rollback: the newest up to that step (a checkpoint
-    only, if so asked), and what lies above it goes to quarantine.
+    only, if so asked), and what lies above it goes to quarantine. Nothing does if nothing is found.
     """
 
     generation: int
@@ -135,11 +135,13 @@ class RecordIncident(Effect):
 class PruneCheckpoints(Effect):
     """Delete what retention no longer keeps: all but `keep` of the verified checkpoints.
 
-    `verified` are the newest (generation, step) that were read back and agreed.
+    `verified` are the newest (generation, step) that were read back and agreed; `spared` stay too:
+    the newest on which all replicas are known to have agreed.
     """
 
     keep: int
     verified: tuple[tuple[int, int], ...]
+    spared: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
 """What can happen to a job. Events are facts, named in the past tense, and carry no behaviour."""
 
 import re
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any, ClassVar
 
 EVENTS: dict[str, type["Event"]] = {}
@@ -46,8 +46,8 @@ class Event:
         if kind is None:
             raise UnreadableEvent(f"unknown event {name!r}")
         known = {field.name for field in fields(kind)}
-        if given.keys() != known:
-            odd = sorted(given.keys() ^ known)
+        needed = {field.name for field in fields(kind) if field.default is MISSING}
+        if odd := sorted((given.keys() - known) | (needed - given.keys())):
             raise UnreadableEvent(f"{name}: missing or unknown field {', '.join(odd)}")
         return kind(**{key: tuples(value) for key, value in given.items()})
 
@@ -199,6 +199,11 @@ class CapacityMissing(GenerationEvent):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CapacityFound(GenerationEvent):
+    """The cluster has become large enough; the slots are being placed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementTimedOut(GenerationEvent):
     """The cluster is large enough, but its resources were not free in time."""
 
@@ -341,11 +346,15 @@ class NodeLost(GenerationEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointCommitted(GenerationEvent):
-    """A checkpoint is finalised on disk, read back, and its digests agree."""
+    """A checkpoint is finalised on disk, read back, and its digests agree.
+
+    All replicas agreed when `agreed_step` steps were finished; -1 if they are not compared.
+    """
 
     step: int
     path: str
     duration_s: float
+    agreed_step: int = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -505,7 +514,7 @@ class RetryRuledOut(RaisedEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StandbyDisabled(RaisedEvent):
-    """Standbys failed too often in a row: recoveries take the next rung from now on."""
+    """Standbys failed too often in a row: recoveries take the next rung until one is ready."""
 
     failures: int
 

@@ -56,9 +56,6 @@ def why_of(event: Event) -> str:
 
 def cause_of(event: Event) -> str:
     """Which budget pays."""
-    if isinstance(event, WorkerCrashed):
-        # Nobody here ends a worker with SIGTERM: a host that is being vacated does.
-        return "preemption" if event.signal == "SIGTERM" else "worker"
     named = {
         "node_lost": "node",
         "cluster_lost": "node",

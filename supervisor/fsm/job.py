@@ -32,6 +32,7 @@ from .effects import (
 )
 from .events import (
     BatchSkipped,
+    CapacityFound,
     CheckpointCommitted,
     CheckpointFailed,
     DeadlinePassed,
@@ -60,6 +61,7 @@ from .events import (
     TrainingCompleted,
     WorkerCrashed,
     WorkerRaised,
+    WorkersGone,
     tuples,
 )
 from .incident import Incident, incident_of, why_of
@@ -70,6 +72,9 @@ PURPOSES = ("", "recover", "stop", "fail", "complete")
 
 DIFFERENCES_KEPT = 20  # lines
 SELECT_AGAIN_S = 5.0
+# Between starts of a standby that failed `standby_failures_max` times running: from, doubled, to.
+STANDBY_PAUSE_MIN_S = 60.0
+STANDBY_PAUSE_MAX_S = 3600.0
 
 EXIT_STATUSES = {"COMPLETED": 0, "budget": 3, "pointless": 4, "operator": 5, "signal": 75}
 
@@ -111,10 +116,11 @@ class Job:
     standby_start_s: float = 0.0  # What the last one cost: seconds to start, MB of memory.
     standby_memory_mb: float = 0.0
     standby_failures: int = 0
-    standby_off: bool = False
+    standby_off: bool = False  # Several failed in a row: it is tried again after long pauses.
     leaving: tuple[int, ...] = ()
     placement: int = 0
     slots_placed: bool = False
+    quarantined: bool = False  # A process of a lost standby may live in the slots that are there.
     rung: str = ""  # How the active generation came to be: "standby" or "slots".
     ahead: str = ""  # A restore point for the standby, before it is needed: looking, or found.
     restore_kind: str = ""
@@ -129,7 +135,7 @@ class Job:
     verified: tuple[tuple[int, int], ...] = ()  # (generation, step) of the newest checkpoints
     stepped: bool = False  # Some generation finished a step: the user's code can work.
     purpose: str = ""
-    stage: str = ""
+    stage: str = ""  # What the state waits for: every order that starts something sets it.
     stop_by: str = ""
     reason: str = ""
     exit_status: int = -1
@@ -175,7 +181,10 @@ class Job:
     # Guards
 
     def slots_intact(self, event: Event) -> bool:
-        return self.slots_placed
+        return self.slots_placed and not self.quarantined
+
+    def slots_missing(self, event: Event) -> bool:
+        return not self.slots_placed
 
     def is_news(self, event: CheckpointCommitted) -> bool:
         """To a daemon that came back, slots tell all that they know again."""
@@ -185,17 +194,24 @@ class Job:
         )
 
     def wants_standby(self, event: Event) -> bool:
-        missing = self.standby is None and not self.standby_off and self.slots_placed
+        """A lost one must have ended before: two beside the active generation are one too many."""
+        missing = self.standby is None and not self.leaving and self.slots_intact(event)
         return missing and self.limits.standby == "generation"
+
+    def standby_failed_often(self, event: Event) -> bool:
+        return self.standby_failures >= self.limits.standby_failures_max
 
     def standby_is_due(self, event: DeadlinePassed) -> bool:
         return event.id == "standby" and self.wants_standby(event)
 
     def wants_spares(self, event: Event) -> bool:
-        return self.limits.standby == "spares" and self.slots_placed
+        return self.limits.standby == "spares" and self.slots_intact(event)
 
     def is_standby(self, event: StandbyReady | StandbyLost) -> bool:
         return event.generation == self.standby
+
+    def is_leaving(self, event: WorkersGone | ExitUnproven) -> bool:
+        return event.generation in self.leaving
 
     def was_promoted(self, event: Event) -> bool:
         """The workers that are being restored are those of a standby: a rung, not the last."""
@@ -209,7 +225,16 @@ class Job:
         return self.ahead == "found" and self.standby is not None and event.backoff_s == 0
 
     def may_promote(self, event: Event) -> bool:
-        return self.rung == "standby" and self.slots_placed
+        return self.rung == "standby" and self.slots_intact(event)
+
+    def is_selecting(self, event: GenerationEvent) -> bool:
+        return self.stage == "selecting"
+
+    def is_starting(self, event: GenerationEvent) -> bool:
+        return self.stage == "starting"
+
+    def awaits_capacity(self, event: CapacityFound) -> bool:
+        return self.stage == "capacity"
 
     def may_roll_back(self, event: NumbersDiverged) -> bool:
         return event.policy == "rollback"
@@ -245,10 +270,10 @@ class Job:
         return self.stage == "saving" and event.id == "drain"
 
     def pause_ended(self, event: DeadlinePassed) -> bool:
-        return event.id in ("backoff", "select")
+        return event.id in ("backoff", "select") and self.stage in ("backoff", "unreadable")
 
     def capacity_overdue(self, event: DeadlinePassed) -> bool:
-        return event.id == "capacity"
+        return event.id == "capacity" and self.stage == "capacity"
 
     def stop_hurries(self, event: StopRequested) -> bool:
         return event.now and self.purpose in ("recover", "stop") and self.stage != "killing"
@@ -303,30 +328,40 @@ class Job:
     def take_what_is_ahead(self, event: Event) -> None:
         """The restore point was found while the processes ended."""
         self.ahead = ""
+        self._count_progress()
 
     def select_restore_point(self, event: Event) -> None:
+        self.stage = "selecting"
         self.effects.append(
             SelectRestorePoint(
                 generation=self.active,
-                seed_allowed=self.committed_step < 0 or self.step_max >= 0,
+                seed_allowed=self.committed_step < 0,
                 step_max=self.step_max,
                 checkpoints_only=self.checkpoints_only,
             )
         )
 
     def select_again_later(self, event: RestorePointsUnreadable) -> None:
+        self.stage = "unreadable"
         self._set_deadline("select", SELECT_AGAIN_S)
         self.effects.append(NotifyOperator(message=f"no restore point yet: {event.error}"))
 
     def accept_restore_point(self, event: RestorePointSelected) -> None:
+        self.note_restore_point(event)
+        self._count_progress()
+
+    def note_restore_point(self, event: RestorePointSelected) -> None:
         self.restore_kind, self.restore_step = event.kind, event.step
         self.restore_path, self.restore_saved_by = event.path, event.saved_by
         if event.kind == "checkpoint":
             self.committed_step = event.step
         if self.step_max >= 0:
             self._go_back(event.step)
-        if event.step > self.progress_mark:
-            self.progress_mark, self.no_progress, self.streak = event.step, 0, 0
+
+    def _count_progress(self) -> None:
+        """Once per generation, when its restore point is final."""
+        if self.restore_step > self.progress_mark:
+            self.progress_mark, self.no_progress, self.streak = self.restore_step, 0, 0
         else:
             self.no_progress += 1
 
@@ -339,6 +374,8 @@ class Job:
             self.skips = (*before, (step, self.skip_through + 1 - step))
 
     def place_slots(self, event: Event) -> None:
+        self.stage = "placing"
+        self.slots_placed = self.quarantined = False
         self.placement += 1
         self.effects.append(PlaceSlots(generation=self.active, placement=self.placement))
 
@@ -346,12 +383,15 @@ class Job:
         self.slots_placed = True
 
     def start_workers(self, event: Event) -> None:
+        self.stage = "starting"
         self.effects.append(StartWorkers(**self._start(self.active)))
 
     def restore_workers(self, event: Event) -> None:
+        self.stage = "starting"
         self.effects.append(RestoreWorkers(**self._start(self.active)))
 
     def promote_standby(self, event: Event) -> None:
+        self.stage = "starting"
         self.effects.append(PromoteStandby(**self._start(self.active)))
 
     def prepare_standby(self, event: Event) -> None:
@@ -363,25 +403,45 @@ class Job:
         self.effects.append(PrepareSpares())
 
     def note_standby(self, event: StandbyReady) -> None:
-        self.standby_ready, self.standby_failures = True, 0
+        self.standby_ready, self.standby_failures, self.standby_off = True, 0, False
         self.standby_start_s, self.standby_memory_mb = event.start_s, event.memory_mb
 
     def lose_standby(self, event: StandbyLost) -> None:
-        """Never the job's budget: a standby that fails is tried again later, and then no more."""
+        """Never the job's budget: it is prepared again when it is gone and the pause is over."""
         self._discard_standby()
         self.standby_failures += 1
-        if self.standby_failures >= self.limits.standby_failures_max:
+        if self.standby_failures == self.limits.standby_failures_max:
             self.standby_off = True
             self.raised.append(
                 StandbyDisabled(at=event.at, generation=self.active, failures=self.standby_failures)
             )
-        else:
-            pause_s = self.limits.backoff_base_s * 2.0 ** (self.standby_failures - 1)
-            self._set_deadline("standby", min(pause_s, self.limits.backoff_max_s))
 
     def report_standby_disabled(self, event: StandbyDisabled) -> None:
-        message = f"no standby any more: {event.failures} in a row failed; recoveries are slower"
+        message = (
+            f"{event.failures} standbys in a row failed: recoveries are slower; it is tried again "
+            f"after {STANDBY_PAUSE_MIN_S:g} s, then at growing intervals"
+        )
         self.effects.append(NotifyOperator(message=message))
+
+    def note_departure(self, event: WorkersGone | ExitUnproven) -> None:
+        self.leaving = tuple(each for each in self.leaving if each != event.generation)
+        if self.state is State.RUNNING and self.wants_standby(event):
+            self.pause_standby(event)
+
+    def pause_standby(self, event: Event) -> None:
+        """The pause doubles with each failure; several in a row make it a long one."""
+        often = self.standby_failures - self.limits.standby_failures_max
+        if often >= 0:
+            pause_s = min(STANDBY_PAUSE_MIN_S * 2.0 ** min(often, 30), STANDBY_PAUSE_MAX_S)
+        else:
+            doubled_s = self.limits.backoff_base_s * 2.0 ** max(0, self.standby_failures - 1)
+            pause_s = min(doubled_s, self.limits.backoff_max_s)
+        self._set_deadline("standby", pause_s)
+
+    def quarantine_slots_later(self, event: ExitUnproven) -> None:
+        """The active generation trains in these slots: they are placed anew when it has ended."""
+        self.quarantined = True
+        self._note_unproven(event)
 
     def _discard_standby(self) -> None:
         if self.standby is not None:
@@ -400,9 +460,14 @@ class Job:
         }
 
     def wait_for_capacity(self, event: Event) -> None:
+        self.stage = "capacity"
         self.reason = why_of(event)
         self._set_deadline("capacity", self.limits.capacity_wait_s)
         self.effects.append(NotifyOperator(message=f"waiting for capacity: {why_of(event)}"))
+
+    def end_capacity_wait(self, event: Event) -> None:
+        """From here on the limit of the placement counts."""
+        self.stage = "placing"
 
     # Actions: running
 
@@ -419,8 +484,21 @@ class Job:
         if event.step > self.progress_mark:
             self.streak = self.no_progress = 0
         keep, saved = self.limits.checkpoints_kept, (event.generation, event.step)
-        self.verified = (*(each for each in self.verified if each != saved), saved)[-keep:]
-        self.effects.append(PruneCheckpoints(keep=keep, verified=self.verified))
+        known = (*(each for each in self.verified if each != saved), saved)
+        newest = known[-keep:]
+        spared = self._last_agreed(known[:-keep], newest, event.agreed_step)
+        self.verified = (*spared, *newest)
+        self.effects.append(PruneCheckpoints(keep=keep, verified=newest, spared=spared))
+
+    @staticmethod
+    def _last_agreed(
+        older: tuple[tuple[int, int], ...], newest: tuple[tuple[int, int], ...], agreed_step: int
+    ) -> tuple[tuple[int, int], ...]:
+        """Kept beyond the newest: the job goes back to it if replicas turn out to differ."""
+        if any(step <= agreed_step for _, step in newest):
+            return ()
+        agreed = [each for each in older if each[1] <= agreed_step]
+        return (max(agreed, key=lambda each: each[1]),) if agreed else ()
 
     def report_failed_checkpoint(self, event: CheckpointFailed) -> None:
         self.effects.append(
@@ -575,6 +653,9 @@ class Job:
     def quarantine_slots(self, event: ExitUnproven) -> None:
         """Where a process may still live, nothing is started again."""
         self.lose_slots(event)
+        self._note_unproven(event)
+
+    def _note_unproven(self, event: ExitUnproven) -> None:
         self.unproven = (*self.unproven, *event.unproven)
         names = ", ".join(event.unproven)
         self.effects.append(NotifyOperator(message=f"the end of {names} could not be proven"))
@@ -626,7 +707,6 @@ class Job:
             "worker": self.limits.failures_max,
             "startup": self.limits.startup_failures_max,
             "node": self.limits.node_failures_max,
-            "preemption": self.limits.preemptions_max,
             "numbers": self.limits.rollbacks_max,
         }[cause]
 
@@ -643,6 +723,7 @@ class Job:
         looking = self.ahead == "looking" and self.rung == "standby"
         self.ahead = ""
         if looking and event.backoff_s == 0:
+            self.stage = "selecting"
             return
         if event.backoff_s > 0:
             self.stage = "backoff"

@@ -11,21 +11,26 @@ from transitions import Machine, MachineError, Transition
 
 from .effects import Effect
 from .events import (
+    CapacityFound,
+    CapacityMissing,
     DeadlinePassed,
     Event,
     EvidenceCollected,
     ExitUnproven,
     GenerationEvent,
+    PlacementFailed,
+    PlacementTimedOut,
     RaisedEvent,
     RestorePointSelected,
     RestorePointsExhausted,
     RestorePointsUnreadable,
+    SlotsPlaced,
     StandbyLost,
     StandbyReady,
     WorkersGone,
 )
 from .job import Job
-from .states import State
+from .states import LIVE, State
 from .table import TRANSITIONS
 
 CHAIN_MAX = 8
@@ -40,8 +45,22 @@ _OF_A_STANDBY = (
 )
 
 
+# The outcomes of orders, and the stages in which such an order is under way.
+_OUTCOMES: dict[type[Event], tuple[frozenset[State], frozenset[str]]] = {
+    **dict.fromkeys(
+        (SlotsPlaced, CapacityMissing, CapacityFound, PlacementTimedOut, PlacementFailed),
+        (frozenset({State.PROVISIONING}), frozenset({"placing", "capacity"})),
+    ),
+    **dict.fromkeys((WorkersGone, ExitUnproven), (frozenset(LIVE), frozenset({"killing"}))),
+}
+
+
 class UnexpectedEvent(Exception):
     """A bug: the table has no row for this event in this state. Carries the story of the job."""
+
+
+class OutcomeOfNothing(UnexpectedEvent):
+    """A bug: the outcome of an order that was never given, which must not start or end anything."""
 
 
 class Row(Transition):
@@ -162,6 +181,9 @@ def _turned_away(job: Job, event: Event) -> str:
     if not 1 <= event.generation <= job.generation:
         raise UnexpectedEvent(f"{event} of a generation never issued; the job: {job}")
     if event.generation == job.active:
+        states, stages = _OUTCOMES.get(type(event), (frozenset(), frozenset()))
+        if job.state in states and job.stage not in stages:
+            raise OutcomeOfNothing(f"{event} in {job.state.name}: never ordered; the job: {job}")
         return ""
     if event.generation == job.standby:
         if isinstance(event, _OF_A_STANDBY):
@@ -169,8 +191,7 @@ def _turned_away(job: Job, event: Event) -> str:
         return "not a word that a standby may say"
     if event.generation in job.leaving:
         if isinstance(event, WorkersGone | ExitUnproven):
-            job.leaving = tuple(each for each in job.leaving if each != event.generation)
-            return "the leaving generation has ended"
+            return ""
         if isinstance(event, EvidenceCollected):
             return "evidence of a leaving generation"
         return "stale: the generation is leaving"

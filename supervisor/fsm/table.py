@@ -55,6 +55,7 @@ STARTING_UP = [
         S.PROVISIONING,
         None,
         "it is known where to start; now Ray places the slots",
+        when="is_selecting",
         do="accept_restore_point place_slots",
     ),
     on(
@@ -73,6 +74,14 @@ STARTING_UP = [
         do="drain_to_fail kill_workers",
     ),
     on(
+        e.CapacityFound,
+        S.PROVISIONING,
+        None,
+        "the wait is over; placing has a limit of its own",
+        when="awaits_capacity",
+        do="end_capacity_wait",
+    ),
+    on(
         e.DeadlinePassed,
         S.PROVISIONING,
         S.DRAINING,
@@ -88,7 +97,7 @@ STARTING_UP = [
             "the slots could not be placed",
             do="drain_to_recover open_incident lose_slots kill_workers",
         )
-        for event in (e.PlacementTimedOut, e.PlacementFailed, e.SlotLost, e.NodeLost)
+        for event in (e.PlacementTimedOut, e.PlacementFailed)
     ],
     on(
         e.SlotsPlaced,
@@ -108,6 +117,14 @@ STARTING_UP = [
 ]
 
 RUNNING = [
+    on(
+        e.FirstStepTaken,
+        S.RUNNING,
+        None,
+        "training goes on; standbys failed again and again, so the next one has to wait",
+        when="wants_standby standby_failed_often",
+        do="note_first_step pause_standby",
+    ),
     on(
         e.FirstStepTaken,
         S.RUNNING,
@@ -203,6 +220,18 @@ NUMBERS = [
     ),
 ]
 
+LOST_ALREADY = [
+    on(
+        event,
+        (S.PROVISIONING, S.RESTORING),
+        None,
+        "no slots are placed: what was lost belongs to the incident that is under way",
+        when="slots_missing",
+        do="note_victims",
+    )
+    for event in (e.SlotLost, e.NodeLost)
+]
+
 RUNGS = [
     on(
         event,
@@ -266,6 +295,13 @@ FAILURES = [
     ),
     on(
         e.ClusterLost,
+        S.RESTORING,
+        None,
+        "no slots are placed: the next placement connects anew",
+        when="slots_missing",
+    ),
+    on(
+        e.ClusterLost,
         SETTLED,
         S.DRAINING,
         "the slots went with the cluster",
@@ -293,6 +329,7 @@ FAILURES = [
         S.RESTORING,
         S.DRAINING,
         "the restore point is damaged; it goes to quarantine and the one before is taken",
+        when="is_starting",
         do="drain_to_recover fall_a_rung quarantine_restore_point",
     ),
     on(
@@ -300,6 +337,7 @@ FAILURES = [
         (S.PROVISIONING, S.RESTORING),
         S.DRAINING,
         "something was committed and nothing can be loaded: starting over would lose it",
+        when="is_selecting",
         do="drain_to_fail kill_workers",
     ),
 ]
@@ -457,7 +495,7 @@ DRAINING = [
         None,
         "the standby loads it while the processes end",
         when="looks_ahead",
-        do="accept_restore_point preload_standby",
+        do="note_restore_point preload_standby",
     ),
     *[
         on(
@@ -507,6 +545,22 @@ STANDBY = [
         do="lose_standby",
     ),
     on(
+        e.WorkersGone,
+        LIVE,
+        None,
+        "the leaving generation has ended",
+        when="is_leaving",
+        do="note_departure",
+    ),
+    on(
+        e.ExitUnproven,
+        LIVE,
+        None,
+        "a process of the lost standby may live: nothing else is started in these slots",
+        when="is_leaving",
+        do="note_departure quarantine_slots_later",
+    ),
+    on(
         e.DeadlinePassed,
         S.RUNNING,
         None,
@@ -518,7 +572,7 @@ STANDBY = [
         e.StandbyDisabled,
         LIVE,
         None,
-        "it fails again and again: it costs more than it gives",
+        "it fails again and again: it is tried again, at growing intervals",
         do="report_standby_disabled",
     ),
 ]
@@ -529,6 +583,7 @@ RESTORING = [
         (S.PROVISIONING, S.RESTORING),
         None,
         "a disk that cannot be read now may be read later; starting over would lose what it holds",
+        when="is_selecting",
         do="select_again_later",
     ),
     on(
@@ -544,7 +599,7 @@ RESTORING = [
         S.RESTORING,
         None,
         "the standby has all but the state",
-        when="may_promote",
+        when="is_selecting may_promote",
         do="accept_restore_point promote_standby",
     ),
     on(
@@ -552,7 +607,7 @@ RESTORING = [
         S.RESTORING,
         None,
         "new workers start in the slots that are there",
-        when="slots_intact",
+        when="is_selecting slots_intact",
         do="accept_restore_point restore_workers",
     ),
     on(
@@ -560,6 +615,7 @@ RESTORING = [
         S.RESTORING,
         S.PROVISIONING,
         "slots are missing; the restore point is carried along",
+        when="is_selecting",
         do="accept_restore_point place_slots",
     ),
     on(
@@ -567,11 +623,20 @@ RESTORING = [
         S.RESTORING,
         S.RUNNING,
         "every worker holds the restore point",
+        when="is_starting",
         do="close_incident",
     ),
 ]
 
 HOUSEKEEPING = [
+    on(
+        e.SupervisorRestarted,
+        S.PROVISIONING,
+        None,
+        "placing is ordered again, and says again if capacity is missing",
+        when="awaits_capacity",
+        do="end_capacity_wait",
+    ),
     on(
         e.SupervisorRestarted,
         LIVE,
@@ -609,6 +674,7 @@ HOUSEKEEPING = [
 ]
 
 NOT_STEPPED = "not all workers are ready, so none has stepped"
+NOT_STARTED = "nothing was started in this generation"
 NO_WORKER = "no worker of this generation exists yet"
 IGNORED = [
     *ignore([e.JobStarted], [s for s in LIVE if s is not S.PROVISIONING], "a run opens once"),
@@ -620,6 +686,11 @@ IGNORED = [
     ),
     *ignore([e.RestorePointSelected], S.DRAINING, "found after the drain had begun"),
     *ignore(
+        [e.RestorePointSelected, e.RestorePointsExhausted, e.RestorePointsUnreadable],
+        (S.PROVISIONING, S.RESTORING),
+        "not asked for now: the generation has its restore point, or has to wait for its backoff",
+    ),
+    *ignore(
         [e.RestorePointsExhausted, e.RestorePointsUnreadable],
         (S.INITIALIZING, S.RUNNING),
         "the generation has its restore point already",
@@ -630,18 +701,32 @@ IGNORED = [
         "found after the drain had begun",
     ),
     *ignore([e.RestorePointRejected], S.PROVISIONING, NO_WORKER),
+    *ignore([e.RestorePointRejected], S.RESTORING, NOT_STARTED),
     *ignore([e.RestorePointRejected], S.RUNNING, "all workers said that they hold it"),
     *ignore([e.RestorePointRejected], S.DRAINING, "evidence, no new failure"),
     *ignore(
         [e.RestorePointQuarantined], (*SETTLED, S.DRAINING), "the drain no longer waits for it"
     ),
     *ignore(
-        [e.SlotsPlaced, e.CapacityMissing, e.PlacementTimedOut, e.PlacementFailed],
+        [
+            e.SlotsPlaced,
+            e.CapacityMissing,
+            e.CapacityFound,
+            e.PlacementTimedOut,
+            e.PlacementFailed,
+        ],
         (S.INITIALIZING, S.RUNNING, S.RESTORING),
         "the generation has its slots already",
     ),
+    *ignore([e.CapacityFound], S.PROVISIONING, "the placement goes on already"),
     *ignore(
-        [e.SlotsPlaced, e.CapacityMissing, e.PlacementTimedOut, e.PlacementFailed],
+        [
+            e.SlotsPlaced,
+            e.CapacityMissing,
+            e.CapacityFound,
+            e.PlacementTimedOut,
+            e.PlacementFailed,
+        ],
         S.DRAINING,
         "found after the drain had begun; the slots are released or placed anew",
     ),
@@ -652,6 +737,7 @@ IGNORED = [
     *ignore([e.WorkersInitialized], S.RUNNING, "said twice"),
     *ignore([e.WorkersInitialized], S.DRAINING, "said before the order to end arrived"),
     *ignore([e.WorkersRestored], (S.PROVISIONING, S.INITIALIZING), NO_WORKER),
+    *ignore([e.WorkersRestored], S.RESTORING, NOT_STARTED),
     *ignore([e.WorkersRestored], S.RUNNING, "said twice"),
     *ignore([e.WorkersRestored], S.DRAINING, "said before the order to end arrived"),
     *ignore(
@@ -660,6 +746,7 @@ IGNORED = [
         NO_WORKER,
     ),
     *ignore([e.WorkerCrashed, e.WorkerRaised], S.PROVISIONING, NO_WORKER),
+    *ignore([e.SlotLost, e.NodeLost], S.PROVISIONING, "no slots are placed"),
     *ignore(
         [e.InitializationFailed, e.RestoreFailed],
         S.RUNNING,
@@ -709,10 +796,11 @@ TRANSITIONS: list[Row] = [
     *STARTING_UP,
     *RUNNING,
     *NUMBERS,
+    *LOST_ALREADY,
     *RUNGS,
     *FAILURES,
-    *DRAINING,
     *STANDBY,
+    *DRAINING,
     *RESTORING,
     *HOUSEKEEPING,
     *IGNORED,

@@ -97,12 +97,13 @@ def simulate(
     roll_bytes: int = ROLL_BYTES,
     fence: Callable[[], None] = lambda: None,
     renews: bool = False,
+    limit_s: float = LIMIT_S,
 ) -> Any:
     """Run to the end; a Sim. `meddle` maps virtual seconds to what is done to (daemon, cluster).
 
     With `die_after` the daemon is killed after that line and another starts `dead_s` later; None
     if there was nothing left to do for it. With `renews` that one goes on only until workers must
-    be started anew, and the rest is a run of its own.
+    be started anew, and the rest is a run of its own. Raises TimeoutError after `limit_s`.
     """
     loop = VirtualLoop()
 
@@ -131,7 +132,7 @@ def simulate(
             await cluster.end_all()
 
     try:
-        return loop.run_until_complete(asyncio.wait_for(lives(), LIMIT_S))
+        return loop.run_until_complete(asyncio.wait_for(lives(), limit_s))
     finally:
         loop.close()
 

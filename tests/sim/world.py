@@ -425,7 +425,9 @@ class SimCluster:
             self.say(crew[0], "checkpoint_failed", step=at, error="the disk is full")
             return
         path = self.disk.commit(generation, at)
-        self.say(crew[0], "checkpoint_committed", step=at, path=path, seconds=0.05, bytes=1)
+        agreed = at // self.script.agreed_every * self.script.agreed_every
+        facts = {"path": path, "seconds": 0.05, "bytes": 1, "agreed_step": agreed}
+        self.say(crew[0], "checkpoint_committed", step=at, **facts)
 
     async def _phase(
         self,
@@ -581,9 +583,24 @@ class SimDisk:
         self.quarantined += [str(point.path) for point in self.points if point.step > step]
         self.points = [point for point in self.points if point.step <= step]
 
-    async def prune(self, keep: int, verified: Sequence[tuple[int, int]]) -> None:
+    async def prune(
+        self,
+        keep: int,
+        verified: Sequence[tuple[int, int]],
+        spared: Sequence[tuple[int, int]],
+    ) -> None:
+        """As `restore_points.prune` does."""
         if self.script.prune_fails:
             raise OSError(30, "Read-only file system")
+        steps = sorted(
+            point.step for point in self.points if (point.generation, point.step) in verified
+        )
+        if len(steps) >= keep:
+            self.points = [
+                point
+                for point in self.points
+                if point.step >= steps[-keep] or (point.generation, point.step) in spared
+            ]
 
     async def write_evidence(
         self, incident: int, generation: int, evidence: Mapping[int, Mapping[str, Any]]

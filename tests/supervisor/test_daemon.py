@@ -181,7 +181,7 @@ def test_a_bug_ends_the_daemon_with_its_story(
     """Status 70 and a text that can be reported as it is; never a crash loop."""
     path = tmp_path / "journal.jsonl"
 
-    async def broken(self: Any, keep: int, verified: Any) -> None:
+    async def broken(self: Any, keep: int, verified: Any, spared: Any) -> None:
         raise ZeroDivisionError("nobody foresaw this")
 
     from tests.sim.world import SimDisk

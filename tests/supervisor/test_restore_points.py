@@ -289,6 +289,14 @@ def test_the_same_step_may_be_set_aside_twice(tmp_path):
     assert all(place.is_dir() for place in places)
 
 
+def test_what_all_replicas_agreed_on_outlives_newer_ones(tmp_path):
+    """Compared more rarely than saved: else nothing is left to go back to if replicas differ."""
+    for step in (10, 20, 30, 40):
+        checkpoint(tmp_path, 1, step)
+    gone = prune(tmp_path, keep=2, verified={(1, 30), (1, 40)}, spared={(1, 10)})
+    assert at(gone) == [(1, 20)]
+
+
 def test_a_rollback_sets_aside_whatever_lies_above_its_target(tmp_path):
     """Else later saves of the same steps are silently skipped (orbax#527)."""
     for generation, step in [(1, 10), (1, 20), (2, 30), (3, 20)]:

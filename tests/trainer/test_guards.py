@@ -160,6 +160,9 @@ def test_replicas_that_agree_say_nothing(line: World) -> None:
     ranks = line.launch(trainer=settings({"compare_every_steps": 1}))
     ends(ranks)
     assert not ranks[0].of("replicas_diverged")
+    saved = ranks[0].of("checkpoint_committed")
+    assert saved
+    assert all(one["agreed_step"] >= one["step"] for one in saved)  # retention relies on it
 
 
 @pytest.mark.parametrize(

@@ -11,13 +11,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from supervisor.fsm import events as e
-from supervisor.fsm.effects import KillWorkers, RestoreWorkers, StartWorkers
+from supervisor.fsm.effects import (
+    KillWorkers,
+    PrepareStandby,
+    RestoreWorkers,
+    SetDeadline,
+    StartWorkers,
+)
 from supervisor.fsm.job import Job, Limits
-from supervisor.fsm.machine import JobMachine, UnexpectedEvent, table_digest
+from supervisor.fsm.machine import JobMachine, OutcomeOfNothing, UnexpectedEvent, table_digest
 from supervisor.fsm.states import TERMINAL, State
 from supervisor.fsm.table import IMPOSSIBLE
 from supervisor.replay import replay
 
+OUTCOMES = (
+    e.SlotsPlaced, e.CapacityMissing, e.CapacityFound, e.PlacementTimedOut, e.PlacementFailed,
+    e.WorkersGone, e.ExitUnproven,
+)  # fmt: skip
 EXTERNAL = [event for event in e.EVENTS.values() if event not in e.RAISED]
 
 
@@ -87,6 +97,107 @@ def test_a_leaving_generation_leaves_once() -> None:
     machine.handle(e.WorkersGone(at=3.0, generation=1, exits=()))
     assert machine.job.leaving == ()
     assert machine.job.state is State.RUNNING
+
+
+def lost(machine: JobMachine) -> tuple[list[str], float]:
+    """The standby fails, is ended, and the pause passes: what was raised, and the pause."""
+    standby = machine.job.standby
+    assert standby is not None
+    moves = machine.handle(e.StandbyLost(at=5.0, generation=standby, ranks=(0,), why="w"))
+    (move,) = machine.handle(e.WorkersGone(at=6.0, generation=standby, exits=()))
+    (deadline,) = move.effects
+    assert isinstance(deadline, SetDeadline)
+    passed = e.DeadlinePassed(at=7.0, id=deadline.id, owner=deadline.owner)
+    (due,) = machine.handle(passed)
+    assert [type(effect) for effect in due.effects] == [PrepareStandby]
+    return [move.event.name for move in moves[1:]], deadline.seconds
+
+
+def test_standbys_that_failed_often_are_tried_again_after_growing_pauses() -> None:
+    """Three bad minutes of a node cost a run of weeks its standby: it was never tried again."""
+    machine = running(limits=Limits(standby="generation"))
+    machine.handle(e.FirstStepTaken(at=1.0, generation=1, step=0))
+    told = [lost(machine) for _ in range(11)]
+    pauses = [pause_s for _, pause_s in told]
+    assert pauses == [1, 2, 60, 120, 240, 480, 960, 1920, 3600, 3600, 3600]
+    assert [raised for raised, _ in told if raised] == [["standby_disabled"]]
+    ready = e.StandbyReady(at=8.0, generation=machine.job.generation, start_s=1.0, memory_mb=1.0)
+    machine.handle(ready)
+    assert lost(machine) == ([], 1)
+
+
+@pytest.mark.parametrize("kind", OUTCOMES, ids=lambda kind: kind.name)
+def test_the_outcome_of_an_order_that_was_never_given_is_a_bug(kind: type[e.Event]) -> None:
+    """Slots that no one asked for, or an end that no one ordered, would let a second generation
+    start beside the first."""
+    machine = JobMachine(Job())
+    machine.handle(e.JobStarted(at=0.0, after=""))
+    before = machine.job.to_dict()
+    with pytest.raises(OutcomeOfNothing, match=f"{kind.__name__}.* never ordered"):
+        machine.handle(_make(kind, 1, 0))
+    assert machine.job.to_dict() == before
+
+
+def test_the_walk_that_launched_two_generations_is_refused_at_its_first_step() -> None:
+    """Slots placed, a restore point rejected, workers gone, a restore point selected, after
+    nothing but a start: two generations were launched, and no order had ended the first."""
+    machine = JobMachine(Job())
+    machine.handle(e.JobStarted(at=0.0, after=""))
+    with pytest.raises(OutcomeOfNothing, match="SlotsPlaced"):
+        machine.handle(_make(e.SlotsPlaced, 1, 0))
+    machine.handle(selected())
+    machine.handle(_make(e.SlotsPlaced, 1, 0))
+    rejected = e.RestorePointRejected(at=1.0, generation=1, ranks=(0,), path="p", why="digest")
+    machine.handle(rejected)
+    with pytest.raises(OutcomeOfNothing, match="WorkersGone"):
+        machine.handle(e.WorkersGone(at=2.0, generation=1, exits=()))
+
+
+def restoring() -> JobMachine:
+    """A machine that waits for the answer where to go on from; generation 2 is not started."""
+    machine = running()
+    machine.handle(crashed())
+    machine.handle(e.WorkersGone(at=3.0, generation=1, exits=()))
+    assert machine.job.state is State.RESTORING
+    return machine
+
+
+def test_a_restore_point_that_is_told_twice_starts_workers_once() -> None:
+    """A daemon that comes back asks again; both answers may arrive."""
+    machine = restoring()
+    (first,) = machine.handle(selected(2))
+    assert [type(effect) for effect in first.effects] == [RestoreWorkers]
+    (second,) = machine.handle(selected(2))
+    assert second.effects == ()
+
+
+@pytest.mark.parametrize("event", [
+    e.WorkersRestored(at=4.0, generation=2, step=0),
+    e.RestorePointRejected(at=4.0, generation=2, ranks=(0,), path="p", why="digest"),
+], ids=lambda event: event.name)  # fmt: skip
+def test_what_only_a_started_generation_can_report_changes_nothing_before(event: e.Event) -> None:
+    """Without workers there is nothing to train, and nothing that was loaded."""
+    machine = restoring()
+    (move,) = machine.handle(event)
+    assert (move.target, move.effects) == (State.RESTORING, ())
+
+
+def test_a_cluster_lost_after_its_slots_is_the_same_incident() -> None:
+    """The node of the head takes slots and head with it: one after the other, one charge."""
+    machine = running()
+    machine.handle(e.NodeLost(at=2.0, generation=1, ranks=(0, 1), why="its node has died"))
+    machine.handle(e.WorkersGone(at=3.0, generation=1, exits=()))
+    (move,) = machine.handle(e.ClusterLost(at=4.0, why="the head has died"))
+    assert (move.target, move.effects) == (State.RESTORING, ())
+    assert len(machine.job.spent["node"]) == 1
+
+
+def test_a_death_by_sigterm_is_a_failure_of_a_worker() -> None:
+    """It went to a budget of its own without a limit, and could be repeated for ever."""
+    machine = running()
+    machine.handle(crashed(signal="SIGTERM"))
+    machine.handle(e.WorkersGone(at=3.0, generation=1, exits=()))
+    assert list(machine.job.spent) == ["worker"]
 
 
 def test_a_raised_event_from_outside_is_a_bug() -> None:
@@ -193,7 +304,13 @@ def test_random_walks_keep_the_invariants_and_replay(
         if (kind, job.state) in IMPOSSIBLE or (not job.generation and kind is not e.JobStarted):
             continue
         state = job.state
-        for move in machine.handle(_make(kind, generation, salt)):
+        try:
+            moves = machine.handle(_make(kind, generation, salt))
+        except OutcomeOfNothing:
+            assert kind in OUTCOMES
+            assert machine.job is job
+            continue
+        for move in moves:
             records.append({"kind": "move", "seq": 0, **json.loads(json.dumps(move.to_dict()))})
             killed |= {x.generation for x in move.effects if isinstance(x, KillWorkers)}
             for effect in move.effects:
