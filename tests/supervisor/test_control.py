@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import socket
 import stat
 import threading
@@ -119,7 +120,11 @@ def test_an_answer_may_have_any_size(tmp_path: Path) -> None:
                 longest_s = max(longest_s, time.thread_time() - turn)
             return await asking, longest_s
 
-    found, longest_s = asyncio.run(story())
+    gc.disable()  # the heap of a test session is larger than a daemon's
+    try:
+        found, longest_s = asyncio.run(story())
+    finally:
+        gc.enable()
     assert found == answer
     assert longest_s < 0.05  # of the loop's own time
 
