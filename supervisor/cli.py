@@ -60,7 +60,9 @@ def _status_of(options: argparse.Namespace) -> int:
         return error.exit_status
     except EverstepError as error:
         _say(error, file=sys.stderr)
-        return error.exit_status
+        # That files belong to another user says nothing about their job.
+        is_refused = isinstance(error.__cause__, PermissionError) and command is not run
+        return 1 if is_refused else error.exit_status
     except BrokenPipeError:  # the reader of our output has seen enough
         status = 0
     except OSError as error:

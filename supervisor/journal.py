@@ -50,7 +50,7 @@ def decode(line: bytes) -> Record:
     """The record of a line; raises ValueError with what is wrong."""
     try:
         record = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"not JSON ({error})") from None
     if not isinstance(record, dict) or "crc" not in record:
         raise ValueError("not a line of a journal: it has no checksum")

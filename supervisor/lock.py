@@ -230,7 +230,7 @@ def is_held(run_dir: Path) -> bool:
     """Whether a daemon runs the job now."""
     try:
         descriptor = os.open(run_dir / LOCK_FILE, os.O_RDONLY)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
     try:
         # Shared, so that two who ask at once do not see each other as a daemon.

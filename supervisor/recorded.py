@@ -8,6 +8,11 @@ from supervisor.metrics import last_row
 
 JOURNAL_FILE = "journal.jsonl"
 RESULT_FILE = "result.json"
+_TYPES: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("step", "generation", "exit_status"), (int,)),
+    **dict.fromkeys(("loss", "held_out_loss"), (int, float)),
+    **dict.fromkeys(("state", "reason", "traceback"), (str,)),
+}
 _OF_AN_INCIDENT = ("number", "event", "cause", "ranks", "victims", "story")
 
 
@@ -23,9 +28,9 @@ def recorded_status(run_dir: Path) -> dict[str, Any] | None:
     moves = [record for record in segment if record["kind"] == "move"]
     last = moves[-1] if moves else {}
     event = last.get("event") or {}
-    metrics = last_row(run_dir) or {}
+    metrics = _of_known_types(last_row(run_dir) or {})
     step = result.get("step")
-    if step is None and "step" in metrics:
+    if step is None and metrics.get("step") is not None:
         step = metrics["step"] + 1  # the line names the step that was done, counted from 0
     past = _past(segment)
     return {
@@ -51,12 +56,24 @@ def recorded_status(run_dir: Path) -> dict[str, Any] | None:
 
 
 def read_result(run_dir: Path) -> dict[str, Any] | None:
-    """result.json, or None when the job has not reached a terminal state."""
+    """result.json, or None if the job has not reached a terminal state, or it is damaged.
+
+    What is not of the type that was written is left out. Raises OSError.
+    """
     try:
-        result = json.loads((run_dir / RESULT_FILE).read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError):
+        result = json.loads((run_dir / RESULT_FILE).read_bytes())
+    except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError):
         return None
-    return result if isinstance(result, dict) else None
+    return _of_known_types(result) if isinstance(result, dict) else None
+
+
+def _of_known_types(found: dict[str, Any]) -> dict[str, Any]:
+    """The same without what no daemon or worker of ours has written under these names."""
+    return {
+        key: value
+        for key, value in found.items()
+        if value is None or (type(value) in _TYPES[key] if key in _TYPES else True)
+    }
 
 
 def _segment(run_dir: Path) -> list[dict[str, Any]]:
