@@ -3,6 +3,7 @@
 Reading, overriding and explaining is `trainer.settings`. Neither jax nor Ray is imported here.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -10,9 +11,10 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, field_validator
 
 from supervisor.redis_address import fault_of, masked
-from trainer.config import CheckpointSettings, MeshSettings, TrainerSettings
+from trainer.config import COUNT_MAX, CheckpointSettings, MeshSettings, TrainerSettings
 from trainer.settings import (
     Origin,
+    PathText,
     Relation,
     Section,
     SettingsError,
@@ -22,11 +24,26 @@ from trainer.settings import (
 )
 
 Auto = Literal["auto"]
-Seconds = Annotated[float, Field(gt=0)]
+YEAR_S = 365 * 86400.0
+Seconds = Annotated[float, Field(ge=0.01, le=YEAR_S)]
 Deadline = Seconds | Auto
-Limit = Annotated[int, Field(ge=-1)]  # -1: no limit
+Limit = Annotated[int, Field(ge=-1, le=COUNT_MAX)]  # -1: no limit
 
+RESOURCE_MIN, RESOURCE_MAX = 0.0001, 1e9
+"""Ray counts resources in ten-thousandths."""
+
+_RESOURCES_OF_RAY = {
+    "CPU": "set cpus_per_worker",
+    "GPU": "set gpus_per_worker",
+    "memory": "leave it out: a slot holds its node's memory with the others there",
+    "object_store_memory": "leave it out: nothing is stored there",
+}
+_HOST = re.compile(r"[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]|[0-9A-Fa-f:]+")
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$"
+
+
+def _is_port(text: str) -> bool:
+    return text.isascii() and text.isdecimal() and 1 <= int(text[:6]) <= 65535
 
 
 class JobSettings(Section):
@@ -35,7 +52,7 @@ class JobSettings(Section):
     name: str = Field(
         default="first", pattern=_NAME, description="names its directory, actors and keys"
     )
-    run_dir: str = Field(
+    run_dir: PathText = Field(
         default="runs",
         min_length=1,
         description="files go to run_dir/name; a relative path starts at this file",
@@ -50,9 +67,15 @@ class ClusterSettings(Section):
         min_length=1,
         description='"local" = a Ray head of the job\'s own; else HOST:PORT of a cluster',
     )
-    workers: int = Field(default=2, ge=1, description="processes that train, one a slot")
-    cpus_per_worker: float = Field(default=1.0, gt=0, description="CPUs a slot holds")
-    gpus_per_worker: int = Field(default=0, ge=0, description="GPUs a slot holds, one device each")
+    workers: int = Field(
+        default=2, ge=1, le=100_000, description="processes that train, one a slot"
+    )
+    cpus_per_worker: float = Field(
+        default=1.0, ge=0.0001, le=10_000.0, description="CPUs a slot holds"
+    )
+    gpus_per_worker: int = Field(
+        default=0, ge=0, le=1024, description="GPUs a slot holds, one device each"
+    )
     resources_per_worker: dict[str, float] = Field(
         default_factory=dict, description='custom resources of Ray, such as {"TPU" = 4}'
     )
@@ -64,7 +87,10 @@ class ClusterSettings(Section):
         default=120.0, description="seconds until slots that fit but do not come are given up"
     )
     capacity_wait_s: float = Field(
-        default=0.0, ge=0, description="seconds to wait for nodes that the job lacks; 0 = fail"
+        default=0.0,
+        ge=0,
+        le=YEAR_S,
+        description="seconds to wait for nodes that the job lacks; 0 = fail",
     )
     node_failures_max: Limit = Field(
         default=3, description="lost nodes a window of budgets.window_s; -1 = no limit"
@@ -78,9 +104,25 @@ class ClusterSettings(Section):
                 'Ray Client and URLs are not supported; write HOST:PORT of the head, or "local"'
             )
         host, _, port = address.rpartition(":")
-        if address != "local" and not (host and port.isdecimal()):
-            raise ValueError('must be HOST:PORT of the head, such as 10.0.0.1:6379, or "local"')
+        if address != "local" and not (_HOST.fullmatch(host) and _is_port(port)):
+            raise ValueError(
+                "must be HOST:PORT of the head, with a port from 1 to 65535, such as "
+                '10.0.0.1:6379, or "local"'
+            )
         return address
+
+    @field_validator("resources_per_worker")
+    @classmethod
+    def _quantities(cls, resources: dict[str, float]) -> dict[str, float]:
+        for name, quantity in resources.items():
+            if instead := _RESOURCES_OF_RAY.get(name):
+                raise ValueError(f"holds {name}, which is not custom; {instead}")
+            if not name.strip() or not RESOURCE_MIN <= quantity <= RESOURCE_MAX:
+                raise ValueError(
+                    f"needs a name and an amount from {RESOURCE_MIN:g} to {RESOURCE_MAX:g} for "
+                    f"each resource; correct {name!r} or leave it out"
+                )
+        return resources
 
 
 class HeartbeatSettings(Section):
@@ -90,14 +132,16 @@ class HeartbeatSettings(Section):
         default="local",
         description='"local" = a redis-server of the job\'s own; else redis:// or rediss://HOST:PORT',
     )
-    redis_password_file: str = Field(
+    redis_password_file: PathText = Field(
         default="",
         description='holds the password if the URL does not; "" = EVERSTEP_REDIS_PASSWORD, if set',
     )
-    redis_ca_file: str = Field(
+    redis_ca_file: PathText = Field(
         default="", description='PEM file of whoever signs a rediss:// server; "" = the system\'s'
     )
-    every_s: Seconds = Field(default=0.25, description="seconds between two heartbeats")
+    every_s: float = Field(
+        default=0.25, ge=0.01, le=60.0, description="seconds between two heartbeats"
+    )
     lease_s: Seconds = Field(
         default=3.0, description="seconds without a heartbeat until a worker is suspected"
     )
@@ -159,15 +203,26 @@ class BudgetSettings(Section):
         default=-1, description="no effect: nothing is charged to this budget yet"
     )
     no_progress_max: int = Field(
-        default=10, ge=1, description="generations in a row without a later restore point"
+        default=10,
+        ge=1,
+        le=COUNT_MAX,
+        description="generations in a row without a later restore point",
     )
     same_error_max: int = Field(
-        default=3, ge=1, description="times running that one error strikes at one step"
+        default=3,
+        ge=1,
+        le=COUNT_MAX,
+        description="times running that one error strikes at one step",
     )
     backoff_base_s: float = Field(
-        default=1.0, ge=0, description="seconds before the second recovery in a row, then doubled"
+        default=1.0,
+        ge=0,
+        le=YEAR_S,
+        description="seconds before the second recovery in a row, then doubled",
     )
-    backoff_max_s: float = Field(default=60.0, ge=0, description="seconds of backoff at most")
+    backoff_max_s: float = Field(
+        default=60.0, ge=0, le=YEAR_S, description="seconds of backoff at most"
+    )
 
     def relations(self) -> Iterator[Relation]:
         """The backoff grows from its base to its limit."""
@@ -185,18 +240,20 @@ class RecoverySettings(Section):
         default="generation",
         description="kept ready: the next generation, processes with JAX imported, or nothing",
     )
-    snapshot_every_steps: Annotated[int, Field(ge=0)] | Auto = Field(
+    snapshot_every_steps: Annotated[int, Field(ge=0, le=COUNT_MAX)] | Auto = Field(
         default="auto",
         description='steps between snapshots in memory; "auto" = below 1 % of the time; 0 = none',
     )
     last_call_s: float = Field(
         default=1.0,
         ge=0,
+        le=YEAR_S,
         description="seconds a victim's error waits for the cause to show itself",
     )
     orphan_after_s: float = Field(
         default=3600.0,
         ge=0,
+        le=YEAR_S,
         description="seconds without any daemon until workers save and end; 0 = never",
     )
 

@@ -12,9 +12,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator
 
-from trainer.settings import Relation, Section, SettingsError, walk
+from trainer.settings import PathText, Relation, Section, SettingsError, walk
 
 TASK_OF_THE_HOUSE = "language_model"
+
+COUNT_MAX = 2**31 - 1
+"""The largest number of anything: steps and sizes are 32-bit integers on devices."""
 
 MATRICES = ("query", "key", "value", "attention_out", "gate", "up", "down")
 """The matrices of a block of the built-in model; low-rank factors may be added to any of them."""
@@ -28,12 +31,23 @@ class MeshSettings(Section):
     """How the devices of all workers are arranged: dp by fsdp by tp; one of them may be -1."""
 
     dp: int = Field(
-        default=-1, ge=-1, description="replicas of the model; -1 = as many as devices are left"
+        default=-1,
+        ge=-1,
+        le=COUNT_MAX,
+        description="replicas of the model; -1 = as many as devices are left",
     )
     fsdp: int = Field(
-        default=1, ge=-1, description="parts of the state, gathered as they are needed"
+        default=1,
+        ge=-1,
+        le=COUNT_MAX,
+        description="parts of the state, gathered as they are needed",
     )
-    tp: int = Field(default=1, ge=-1, description="parts of each matrix; within a node, if you can")
+    tp: int = Field(
+        default=1,
+        ge=-1,
+        le=COUNT_MAX,
+        description="parts of each matrix; within a node, if you can",
+    )
 
     @field_validator("dp", "fsdp", "tp")
     @classmethod
@@ -68,18 +82,26 @@ class MeshSettings(Section):
 class ModelSettings(Section):
     """A decoder of the Llama family: pretrained, or over bytes with the sizes below."""
 
-    pretrained: str = Field(
+    pretrained: PathText = Field(
         default="",
         description='a model\'s folder, a .gguf file, or "package:NAME" of one; "" = from the seed',
     )
-    layers: int = Field(default=3, ge=1, description="transformer blocks")
-    width: int = Field(default=128, ge=2, description="size of the residual stream")
-    heads: int = Field(default=4, ge=1, description="query heads; the width is split over them")
-    key_value_heads: int = Field(default=2, ge=1, description="heads that share keys and values")
-    hidden: int = Field(default=352, ge=1, description="inner size of the SwiGLU block")
-    rope_base: float = Field(default=10000.0, gt=1.0, description="base of the rotary angles")
+    layers: int = Field(default=3, ge=1, le=COUNT_MAX, description="transformer blocks")
+    width: int = Field(default=128, ge=2, le=COUNT_MAX, description="size of the residual stream")
+    heads: int = Field(
+        default=4, ge=1, le=COUNT_MAX, description="query heads; the width is split over them"
+    )
+    key_value_heads: int = Field(
+        default=2, ge=1, le=COUNT_MAX, description="heads that share keys and values"
+    )
+    hidden: int = Field(
+        default=352, ge=1, le=COUNT_MAX, description="inner size of the SwiGLU block"
+    )
+    rope_base: float = Field(
+        default=10000.0, gt=1.0, le=1e15, description="base of the rotary angles"
+    )
     dropout: float = Field(
-        default=0.0, ge=0.0, lt=1.0, description="share of each block's output left out"
+        default=0.0, ge=0.0, le=0.99999, description="share of each block's output left out"
     )
     compute_dtype: Literal["float32", "bfloat16"] = Field(
         default="float32", description='of matrix products; the state stays "float32"'
@@ -88,10 +110,13 @@ class ModelSettings(Section):
         default=False, description="compute blocks again in the backward pass: slower, less memory"
     )
     lora_rank: int = Field(
-        default=0, ge=0, description="train low-rank additions of this rank only; 0 = everything"
+        default=0,
+        ge=0,
+        le=COUNT_MAX,
+        description="train low-rank additions of this rank only; 0 = everything",
     )
     lora_alpha: float = Field(
-        default=16.0, gt=0.0, description="the additions count alpha / rank times"
+        default=16.0, ge=1e-30, le=1e6, description="the additions count alpha / rank times"
     )
     lora_targets: tuple[str, ...] = Field(
         default=MATRICES, min_length=1, description="matrices that get low-rank additions"
@@ -137,7 +162,7 @@ class ModelSettings(Section):
 class DataSettings(Section):
     """The data, and how a batch is cut from it."""
 
-    path: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] = Field(
+    path: Annotated[tuple[PathText, ...], BeforeValidator(_as_tuple)] = Field(
         default=(),
         description="files or folders; none = the sources of Python's standard library",
     )
@@ -161,17 +186,20 @@ class DataSettings(Section):
     bytes_max: int = Field(
         default=4_000_000,
         ge=1024,
+        le=2**53,
         description="text for a model of bytes may be so long; the standard library is cut there",
     )
-    batch_size: int = Field(default=16, ge=1, description="sequences a step, over all workers")
-    sequence_length: int = Field(default=128, ge=2, description="tokens a sequence")
+    batch_size: int = Field(
+        default=16, ge=1, le=COUNT_MAX, description="sequences a step, over all workers"
+    )
+    sequence_length: int = Field(default=128, ge=2, le=COUNT_MAX, description="tokens a sequence")
     held_out_fraction: float = Field(
         default=0.05, gt=0.0, le=0.5, description="of each text the tail, of records every so many"
     )
-    held_out_path: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] = Field(
+    held_out_path: Annotated[tuple[PathText, ...], BeforeValidator(_as_tuple)] = Field(
         default=(), description="held-out data of your own, in place of that fraction"
     )
-    cache: str = Field(
+    cache: PathText = Field(
         default="runs/.data",
         min_length=1,
         description="tokenised data is kept here; a relative path starts at this file",
@@ -194,17 +222,22 @@ class DataSettings(Section):
 class OptimizerSettings(Section):
     """AdamW with a linear warm-up and a cosine decay over the steps of the job."""
 
-    learning_rate: float = Field(default=3e-3, gt=0.0, description="at the peak")
+    learning_rate: float = Field(default=3e-3, ge=1e-30, le=1e6, description="at the peak")
     final_fraction: float = Field(
         default=0.1, ge=0.0, le=1.0, description="of the peak, at the last step"
     )
     warmup_steps: int = Field(
-        default=30, ge=0, description="from zero to the peak; half of a short job's steps at most"
+        default=30,
+        ge=0,
+        le=COUNT_MAX,
+        description="from zero to the peak; half of a short job's steps at most",
     )
-    weight_decay: float = Field(default=0.1, ge=0.0, description="on matrices only")
-    beta1: float = Field(default=0.9, ge=0.0, lt=1.0, description="memory of the gradient")
-    beta2: float = Field(default=0.95, ge=0.0, lt=1.0, description="memory of its square")
-    gradient_norm_max: float = Field(default=1.0, gt=0.0, description="larger ones are scaled")
+    weight_decay: float = Field(default=0.1, ge=0.0, le=1e6, description="on matrices only")
+    beta1: float = Field(default=0.9, ge=0.0, le=0.99999, description="memory of the gradient")
+    beta2: float = Field(default=0.95, ge=0.0, le=0.99999, description="memory of its square")
+    gradient_norm_max: float = Field(
+        default=1.0, ge=1e-30, le=1e30, description="larger ones are scaled"
+    )
 
 
 Policy = Literal["stop", "skip", "rollback"]
@@ -221,17 +254,23 @@ class GuardSettings(Section):
     spike_factor: float = Field(
         default=0.0,
         ge=0.0,
+        le=1e30,
         description="a loss above so many times the median of the last steps; 0 = anything goes",
     )
     spike: Policy = Field(default="rollback", description="the same for such a loss")
-    spike_window_steps: int = Field(default=64, ge=2, description="steps of the median")
-    skips_max: int = Field(default=10, ge=0, description="steps left out in a row before a stop")
+    spike_window_steps: int = Field(
+        default=64, ge=2, le=COUNT_MAX, description="steps of the median"
+    )
+    skips_max: int = Field(
+        default=10, ge=0, le=COUNT_MAX, description="steps left out in a row before a stop"
+    )
     rollbacks_max: int = Field(
-        default=3, ge=-1, description="within budgets.window_s; -1 = no limit"
+        default=3, ge=-1, le=COUNT_MAX, description="within budgets.window_s; -1 = no limit"
     )
     compare_every_steps: int = Field(
         default=100,
         ge=0,
+        le=COUNT_MAX,
         description="equality of the replicas' parameters is checked; 0 = never",
     )
 
@@ -256,15 +295,22 @@ class TrainerSettings(Section):
         min_length=1,
         description='"language_model", or a "module:Class" or "module:function" beside this file',
     )
-    steps: int = Field(default=600, ge=1, description="the job is complete after so many")
+    steps: int = Field(
+        default=600, ge=1, le=COUNT_MAX, description="the job is complete after so many"
+    )
     seed: int = Field(default=0, ge=0, lt=2**63, description="of the weights and of the batches")
     accumulation_steps: int = Field(
-        default=1, ge=1, description="parts of a batch computed one after the other: less memory"
+        default=1,
+        ge=1,
+        le=COUNT_MAX,
+        description="parts of a batch computed one after the other: less memory",
     )
     evaluate_every_steps: int = Field(
-        default=100, ge=0, description="on held-out text; 0 = only at the end"
+        default=100, ge=0, le=COUNT_MAX, description="on held-out text; 0 = only at the end"
     )
-    evaluate_batches: int = Field(default=8, ge=1, description="held-out batches an evaluation")
+    evaluate_batches: int = Field(
+        default=8, ge=1, le=COUNT_MAX, description="held-out batches an evaluation"
+    )
     tensorboard: bool = Field(
         default=False, description="metrics for TensorBoard too, in <run_dir>/<job>/tensorboard"
     )
@@ -346,9 +392,11 @@ def refuse_without_effect(settings: TrainerSettings) -> None:
 class CheckpointSettings(Section):
     """How often the state is saved, and how many saved states stay."""
 
-    every_steps: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
+    every_steps: Annotated[int, Field(ge=1, le=COUNT_MAX)] | Literal["auto"] = Field(
         default=50,
         description='steps between two checkpoints; "auto" = by what one costs and by how often '
         "something fails",
     )
-    keep: int = Field(default=3, ge=2, description="verified checkpoints that stay on disk")
+    keep: int = Field(
+        default=3, ge=2, le=COUNT_MAX, description="verified checkpoints that stay on disk"
+    )

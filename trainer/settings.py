@@ -6,14 +6,15 @@ value and the remedy. Knows nothing of any particular schema, and never imports 
 
 import difflib
 import json
+import os
 import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Self, TypeVar, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticCustomError
 
@@ -27,6 +28,8 @@ _KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: 
 _SECONDS = {"ms": 0.001, "s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
 
 
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
+_NO_CONTROL = "holds a control character; no name, path or address has one, so take it out"
 _PASSWORD = re.compile(r"(://)[^\s\"']*@")
 
 
@@ -83,6 +86,25 @@ class Section(BaseModel):
             raise PydanticCustomError(_RELATIONS, "{text}", {"text": text, _RELATIONS: broken})
         return self
 
+
+def _expanded(path: str) -> str:
+    """A path as it is opened: `~` is a home, and no part is longer than a file's name may be."""
+    whole = os.path.expanduser(path)  # noqa: PTH111 - pathlib would also take away "./"
+    if whole.startswith("~"):
+        user = whole.partition("/")[0]
+        raise ValueError(f"there is no user {user[1:]!r}; write ./{user} for a folder of that name")
+    if len(os.fsencode(whole)) > PATH_BYTES_MAX:
+        raise ValueError(f"is longer than the {PATH_BYTES_MAX} bytes of a path; shorten it")
+    if any(len(os.fsencode(part)) > NAME_BYTES_MAX for part in whole.split("/")):
+        raise ValueError(f"has a part longer than the {NAME_BYTES_MAX} bytes of a name; shorten it")
+    return whole
+
+
+PATH_BYTES_MAX, NAME_BYTES_MAX = 3800, 255
+"""What Linux takes, less room for the names below a run directory."""
+
+PathText = Annotated[str, AfterValidator(_expanded)]
+"""A file or directory on this machine; `~` is expanded when the settings are read."""
 
 S = TypeVar("S", bound=Section)
 
@@ -244,6 +266,11 @@ def _validate(
     problems: dict[str, str] = {}
     wrong: set[str] = set()
     data = json.loads(json.dumps(data, default=str))
+    for key, value in tuple(_unprintable(schema, data)):
+        where = _source(name, (key,), set_keys)
+        problems[key] = f"{where}: {key} = {show(value)}: {_NO_CONTROL}"
+        wrong.add(key)
+        _drop(data, key.split("."))
     while True:
         try:
             return schema.model_validate(data), list(problems.values())
@@ -257,6 +284,27 @@ def _validate(
         wrong.update(dropped)
         if not dropped:  # what is left contradicts the defaults alone: nothing more can be learned
             return None, list(problems.values())
+
+
+def _unprintable(schema: type[Section], data: Table) -> Iterator[tuple[str, Any]]:
+    """The settings whose texts hold control characters, but for the free tables of a task."""
+    for key, field in walk(schema):
+        found, value = _lookup(data, key.split("."))
+        free = field.annotation == dict[str, Any]
+        if found and not free and any(_CONTROL.search(text) for text in _texts(value)):
+            yield key, value
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            yield key
+            yield from _texts(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _texts(inner)
 
 
 def _drop(data: Table, parts: Sequence[str]) -> bool:
@@ -381,19 +429,19 @@ def _unknown(schema: type[Section], parts: list[str]) -> str:
 def _expectation(name: str, field: FieldInfo) -> str:
     """What a field takes, in words: kind, unit, limits, choices."""
     return " or ".join(
-        _kind(kind, name, notes) for kind, notes in _branches(field.annotation, field.metadata)
+        _kind(kind, name, notes) for kind, notes in branches(field.annotation, field.metadata)
     )
 
 
-def _branches(annotation: Any, notes: Sequence[Any] = ()) -> Iterator[tuple[Any, Sequence[Any]]]:
+def branches(annotation: Any, notes: Sequence[Any] = ()) -> Iterator[tuple[Any, Sequence[Any]]]:
     """The alternatives of a type, each with the constraints that bind it."""
     if hasattr(annotation, "__metadata__"):
         inner, *more = get_args(annotation)
         flat = [part for note in more for part in getattr(note, "metadata", [note])]
-        yield from _branches(inner, [*notes, *flat])
+        yield from branches(inner, [*notes, *flat])
     elif get_origin(annotation) is Union or type(annotation).__name__ == "UnionType":
         for branch in get_args(annotation):
-            yield from _branches(branch, notes)
+            yield from branches(branch, notes)
     else:
         yield annotation, notes
 
@@ -442,8 +490,8 @@ def _remedy(name: str, field: FieldInfo, value: Any) -> str:
         if value.lower() in ("true", "false", "yes", "no", "on", "off"):
             yes = value.lower() in ("true", "yes", "on")
             return f"; write {name} = {show(yes)}, without quotes"
-        branches = [kind for kind, _ in _branches(field.annotation)]
-        choices = [c for kind in branches for c in get_args(kind) if isinstance(c, str)]
+        kinds = [kind for kind, _ in branches(field.annotation)]
+        choices = [c for kind in kinds for c in get_args(kind) if isinstance(c, str)]
         near = difflib.get_close_matches(value.lower(), choices, n=1)
         if near:
             return f"; did you mean {show(near[0])}?"

@@ -15,7 +15,7 @@ from supervisor.config import (
     job_directory,
     template,
 )
-from trainer.settings import SettingsError, read_settings, walk
+from trainer.settings import SettingsError, branches, read_settings, walk
 
 ROOT = Path(__file__).parents[2]
 
@@ -137,3 +137,79 @@ def test_a_job_is_found_although_its_settings_are_broken_by_now(tmp_path: Path) 
     path.write_text("[job]\nname = 'mine'\n[trainer]\nsteps = 'many'\n")
     location, _ = read_settings(Location, path)
     assert location.job.name == "mine"
+
+
+def test_every_number_has_a_smallest_and_a_largest_value() -> None:
+    """`every_s = 1e-9` was accepted, and spun; 1e300 is infinite on a device."""
+    for key, field in walk(Settings):
+        for kind, notes in branches(field.annotation, field.metadata):
+            if kind in (int, float):
+                bounds = {
+                    name
+                    for note in notes
+                    for name in ("gt", "ge", "lt", "le")
+                    if hasattr(note, name)
+                }
+                assert bounds & {"gt", "ge"}, key
+                assert bounds & {"lt", "le"}, key
+
+
+def test_every_text_refuses_control_characters() -> None:
+    """A NUL in `run_dir` was a traceback; an escape code in a name acts on every terminal."""
+    texts = 0
+    for key, field in walk(Settings):
+        kinds = [kind for kind, _ in branches(field.annotation, field.metadata)]
+        if str not in kinds and tuple[str, ...] not in kinds:
+            continue
+        texts += 1
+        value = '"a\\u0000b"' if str in kinds else '["a\\u001bb"]'
+        (told,) = problems(f"{key}={value}")
+        assert told.startswith(f"--set: {key} = ")
+        assert "holds a control character" in told
+    assert texts > 8
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("heartbeats.every_s=1e-9", "at least 0.01"),
+        ("cluster.resources_per_worker={TPU = -1}", "'TPU'"),
+        ("cluster.resources_per_worker={TPU = 0}", "from 0.0001 to 1e+09"),
+        ("cluster.resources_per_worker={CPU = 1}", "set cpus_per_worker"),
+        ('cluster.resources_per_worker={"" = 1}', "needs a name"),
+        ('cluster.resources_per_worker={"a\\u0000" = 1}', "control character"),
+        ("cluster.address=h:99999", "from 1 to 65535"),
+        ("cluster.address=h:0", "from 1 to 65535"),
+        ("cluster.address=h h:1", "HOST:PORT"),
+        ("cluster.address=:6379", "HOST:PORT"),
+        ("heartbeats.redis_url=redis://h:99999", "is no URL"),
+        ("deadlines.drain_s=1e300", "at most 31536000.0"),
+        ("trainer.optimizer.learning_rate=1e-300", "at least 1e-30"),
+        ("trainer.optimizer.beta2=0.999999999", "at most 0.99999"),
+        ("trainer.steps=10000000000", "at most 2147483647"),
+        ("job.run_dir=~nobody-of-this-name/runs", "write ./~nobody-of-this-name"),
+        (f"job.run_dir={'d' * 300}", "255 bytes"),
+        (f"job.run_dir={'d/' * 3000}", "3800 bytes"),
+    ],
+)
+def test_a_value_without_a_meaning_is_refused_with_its_remedy(override: str, words: str) -> None:
+    """Each of these was accepted, or a traceback."""
+    (told,) = problems(override)
+    assert override.partition("=")[0] in told
+    assert words in told
+
+
+def test_a_tilde_is_a_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder named `~` appeared beside job.toml; "rm -r ~" is what people do with it."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    overrides = ["job.run_dir=~/runs", "trainer.data.path=~/texts", "trainer.data.cache=./~"]
+    settings, _ = read_settings(Settings, None, overrides)
+    assert job_directory(settings.job, "/elsewhere/job.toml") == tmp_path / "runs" / "first"
+    assert settings.trainer.data.path == (str(tmp_path / "texts"),)
+    assert settings.trainer.data.cache == "./~"
+
+
+def test_the_free_table_of_a_task_may_hold_any_text() -> None:
+    """What is in it is between the user and the task."""
+    settings, _ = read_settings(Settings, None, ['trainer.options.prompt="two\\nlines"'])
+    assert settings.trainer.options == {"prompt": "two\nlines"}
