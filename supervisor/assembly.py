@@ -438,9 +438,20 @@ class _Assembly:
                 self.daemon.post(event)
                 return {"ok": True}
             case "fault":
-                return await self.drills.order(request, self.cluster, self.daemon.job.active)
+                return await self._order_drill(request)
             case other:
                 return {"ok": False, "error": f"unknown command {other!r}"}
+
+    async def _order_drill(self, request: Request) -> Answer:
+        active, rank = self.daemon.job.active, request.get("rank")
+        beat = self.beats.get((active, rank)) if isinstance(rank, int) else None
+        return await self.drills.order(
+            request,
+            self.cluster,
+            active,
+            at_step=beat.step if beat else -1,
+            steps=self.settings.trainer.steps,
+        )
 
     # The run
 

@@ -32,10 +32,20 @@ class Drills:
         self._armed.pop(id, None)
 
     async def order(
-        self, request: dict[str, Any], cluster: Cluster, generation: int
+        self,
+        request: dict[str, Any],
+        cluster: Cluster,
+        generation: int,
+        *,
+        at_step: int = -1,
+        steps: int | None = None,
     ) -> dict[str, Any]:
-        """Carry out or arm one fault; the answer says what will happen."""
-        if problem := self._problem(request):
+        """Carry out or arm one fault; the answer says what will happen.
+
+        `at_step` is the step that its rank has begun, `steps` how many the job has.
+        """
+        problem = self._problem(request) or _out_of_reach(request, at_step, steps)
+        if problem:
             return {"ok": False, "error": problem}
         rank, kind = request["rank"], request["kind"]
         fault = {"id": f"drill-{next(self._numbers)}", "rank": rank, "kind": kind}
@@ -70,3 +80,16 @@ class Drills:
             if value is not None and (not isinstance(value, types) or value < 0):
                 return f"{name} must be a number from 0 up, not {value!r}"
         return ""
+
+
+def _out_of_reach(request: dict[str, Any], at_step: int, steps: int | None) -> str:
+    """Why a step of this request will never be begun; empty if it may."""
+    step = request.get("step")
+    if step is None:
+        return ""
+    # Other phases of the step that has begun may still come.
+    if step < at_step or (step == at_step and request.get("phase") in (None, "step")):
+        return f"rank {request['rank']} has begun step {at_step}; choose a step above that"
+    if steps is not None and step >= steps:
+        return f"the job has {steps} steps, the last of which is {steps - 1}"
+    return ""
