@@ -49,7 +49,7 @@ from supervisor.past import Past, job_after, past_of, past_on_disk, run_after
 from supervisor.performers import Performers, start_of
 from supervisor.preflight import must_be_ready
 from supervisor.redis_address import address_of, take_password
-from supervisor.shipping import collect
+from supervisor.run_code import RunCode
 from supervisor.signals import Signals
 from supervisor.status import snapshot
 from supervisor.troubles import Troubles
@@ -70,6 +70,7 @@ LOOPBACK_ONLY = (
     'they cannot reach; name one that all can, redis_url = "redis://HOST:PORT"'
 )
 EPOCH_LOOK_S = 1.0
+CODE_LOOK_S = 5.0
 STEPS_LOOK_S = 5.0
 _BEFORE_TRAINING = (State.PROVISIONING, State.INITIALIZING, State.RESTORING)
 TAKE_DOWN_LIMIT_S = 30.0
@@ -82,10 +83,12 @@ async def run_daemon(
     terminal: bool,
     *,
     take_over: bool = False,
+    keep_code: bool = False,
 ) -> int:
     """Run the job of these settings to its end; returns the exit status.
 
-    With `take_over` a daemon that holds the job on this machine is ended first. Raises
+    With `take_over` a daemon that holds the job on this machine is ended first; with `keep_code` a
+    new run goes on with the copy of the user's code that the last one had. Raises
     AlreadyRunning, Superseded, DiskError, ClusterUnusable, or DeveloperError with the story of a
     bug.
     """
@@ -117,7 +120,7 @@ async def run_daemon(
             terminal,
             in_force.changed,
         )
-        status = await first.run(following=settings, password=password)
+        status = await first.run(following=settings, password=password, keep_code=keep_code)
         if status is not None:
             return status
         # Its workers are gone: from here on the changed settings count, in a run of their own.
@@ -171,6 +174,7 @@ class _Assembly:
         self.inherited = inherited
         self.run_number = run_after(past)
         self.config_dir = config_path.resolve().parent
+        self.code = RunCode(settings.trainer.task, self.config_dir, run_dir, self.run_number)
         self.terminal = terminal
         self.started_at = time.time()
         self.following = settings
@@ -196,9 +200,6 @@ class _Assembly:
             lease_s=settings.heartbeats.lease_s,
             every_s=settings.heartbeats.every_s,
         )
-        # A job's own Ray has one node, this one, where the files are.
-        is_elsewhere = settings.cluster.address != "local"
-        code = collect(settings.trainer.task, self.config_dir, run_dir) if is_elsewhere else None
         self.cluster = RayCluster(
             settings.cluster,
             run_dir,
@@ -210,7 +211,6 @@ class _Assembly:
             on_stale=self._on_stale,
             fence=lock.check,
             orphan_after_s=settings.recovery.orphan_after_s,
-            code=code,
         )
         self.daemon = Daemon(
             job=inherited.job if inherited else job_after(past, self._limits()),
@@ -282,6 +282,7 @@ class _Assembly:
             "job": settings.job.name,
             "run_dir": str(self.run_dir),
             "config_dir": str(self.config_dir),
+            "code_dir": str(self.code.directory or ""),
             "generation": effect.generation,
             "epoch": self.lock.epoch,
             "role": "standby" if isinstance(effect, x.PrepareStandby) else "active",
@@ -419,6 +420,7 @@ class _Assembly:
             started_at=self.started_at,
             beats=self.beats,
             changed=self.changed,
+            code_changed=self.code.changed,
             disk=self.troubles.rows((self.daemon.job.active, self.daemon.job.standby)),
             drills=self.settings.drills_allowed,
             result=self.result,
@@ -455,11 +457,13 @@ class _Assembly:
 
     # The run
 
-    async def run(self, *, following: Settings, password: str, stops: int = 0) -> int | None:
-        """The exit status; None where the job goes on in another run, under `following`.
+    async def run(
+        self, *, following: Settings, password: str, stops: int = 0, keep_code: bool = False
+    ) -> int | None:
+        """The exit status; None where the job goes on in another segment, under `following`.
 
         `password` is the store's, where the environment held one. `stops` are the signals that an
-        assembly before this one had heard.
+        assembly before this one had heard. `keep_code`: see `run_daemon`.
         """
         self.following, self.password = following, password
         self.signals.catch()
@@ -477,13 +481,15 @@ class _Assembly:
                 self._show(stack)
                 self._spawn(stack, self._look_at_epoch())
                 self._spawn(stack, self._follow_steps())
-                status = await self._run(stack)
+                status = await self._run(stack, keep_code=keep_code)
                 self.is_renewed = status is None
                 return status
         finally:
             self.daemon.journal.close()
 
-    async def _run(self, stack: AsyncExitStack) -> int | None:
+    async def _run(self, stack: AsyncExitStack, *, keep_code: bool) -> int | None:
+        await self._open_code(keep=keep_code)
+        self._spawn(stack, self._look_at_code())
         if self.inherited is not None:
             return await self._go_on(self.inherited, stack)
         if self.past.state not in SAFE_STATES:
@@ -496,6 +502,24 @@ class _Assembly:
             raise DiskError(f"{self.run_dir} cannot be written: {error.strerror}") from error
         self._watch(stack)
         return await self.daemon.run(after=self.past.state)
+
+    async def _open_code(self, *, keep: bool) -> None:
+        try:
+            await asyncio.to_thread(self.code.open, keep=keep)
+        except OSError as error:
+            raise DiskError(f"the code of the run cannot be copied: {error}") from error
+        if self.code.unsearched:
+            folders = [str(folder) for folder in self.code.unsearched[:5]]
+            consequence = "too many files: what is edited in these folders counts at once"
+            log.warning("code_not_copied", folders=folders, consequence=consequence)
+
+    async def _look_at_code(self) -> None:
+        """Edits of the user's code are named, as changed settings are."""
+        while True:
+            if news := await asyncio.to_thread(self.code.look):
+                consequence = "they count from the next run, after a stop"
+                log.warning("code_changed", files=news, consequence=consequence)
+            await asyncio.sleep(CODE_LOOK_S)
 
     async def _look_at_epoch(self) -> None:
         while True:

@@ -125,7 +125,14 @@ def run(options: argparse.Namespace) -> int:
         from supervisor.assembly import run_daemon
 
         status: int = asyncio.run(
-            run_daemon(settings, origins, config_path, terminal, take_over=options.take_over)
+            run_daemon(
+                settings,
+                origins,
+                config_path,
+                terminal,
+                take_over=options.take_over,
+                keep_code=options.keep_code,
+            )
         )
         if terminal:
             _print_result(run_dir)
@@ -511,6 +518,10 @@ def _add_running(parser: argparse.ArgumentParser, *, default: bool | None = None
             "--take-over",
             "end the daemon that holds the job on this machine, frozen or not, and go on with its "
             "workers",
+        ),
+        (
+            "--keep-code",
+            "go on with the copy of your code that the last run had, whatever was edited since",
         ),
     ):
         parser.add_argument(

@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import json
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,6 @@ from typing import Any, Protocol, TypeVar
 from supervisor import ray_calls
 from supervisor.embedded import EmbeddedRay
 from supervisor.errors import EverstepError
-from supervisor.shipping import Code
 from trainer.child import end_generation, end_orphans, log_path, log_tail, machine
 from trainer.processes import Identity
 from trainer.snapshot import SnapshotInfo, discard, list_snapshots, sweep
@@ -224,8 +222,8 @@ class RayCluster:
     node did; `on_cluster_lost` why the job's own head, or the table of nodes, is out of reach;
     `on_stale` what a slot said that serves a later daemon. All are called on the event loop.
     `fence` raises Superseded once there is one: it is asked before anything is ended by name.
-    `why_one_host` says what a cluster of several hosts would lack, "" if nothing. `code` is sent to
-    every node. `command` is what slots run as a child.
+    `why_one_host` says what a cluster of several hosts would lack, "" if nothing.
+    `command` is what slots run as a child.
     """
 
     def __init__(
@@ -241,11 +239,9 @@ class RayCluster:
         on_stale: Callable[[str], None] = lambda why: None,
         fence: Callable[[], None] = lambda: None,
         orphan_after_s: float = 0.0,
-        code: Code | None = None,
         command: Sequence[str] = COMMAND,
     ) -> None:
         self._settings = settings
-        self._code = code
         self._run_dir = run_dir.resolve()
         self._epoch = epoch
         self._on_record = on_record
@@ -284,18 +280,10 @@ class RayCluster:
             with contextlib.suppress(ClusterError):  # Ray's code would end us while we wait
                 await self._in_thread(_DISCONNECT_LIMIT_S, ray_calls.disconnect)
             await self._await_head(address, self._settings.placement_timeout_s)
-        await self._in_thread(_CONNECT_LIMIT_S, self._join, address)
+        await self._in_thread(_CONNECT_LIMIT_S, ray_calls.connect, address)
         self._is_lost = False
         if self._on_cluster_lost is not None:
             self._guard = self._spawn(self._watch_cluster(self._on_cluster_lost))
-
-    def _join(self, address: str) -> None:
-        if self._code is None:
-            ray_calls.connect(address)
-            return
-        with tempfile.TemporaryDirectory(prefix="everstep-code-") as directory:
-            self._code.copy_to(Path(directory))
-            ray_calls.connect(address, Path(directory))
 
     async def sweep(self) -> list[str]:
         """End leftovers of this run by exact name; their names. Raises ClusterError otherwise."""
@@ -575,7 +563,6 @@ class RayCluster:
             "gpus": settings.gpus_per_worker,
             "command": self._command,
             "orphan_after_s": self._orphan_after_s,
-            "brings_code": self._code is not None,
             "afterwards": [sys.executable, "-m", "supervisor.leftovers", str(self._run_dir)]
             if self._head is not None
             else [],

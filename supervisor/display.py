@@ -271,6 +271,8 @@ def _trouble(snapshot: Snapshot) -> Text | None:
         parts.append(f"no {where} on the disk since {clock(row.get('since'))}: {row.get('why')}")
     if keys := snapshot.get("settings_changed"):
         parts.append(f"changed, and counting when workers start anew: {', '.join(keys)}")
+    if files := snapshot.get("code_changed"):
+        parts.append(f"edited, and counting from the next run: {', '.join(files[:4])}")
     if found := snapshot.get("differences"):
         more = f"; {len(found) - 2} more in `status --json`" if len(found) > 2 else ""
         parts.append(f"not as it was: {'; '.join(found[:2])}{more}")

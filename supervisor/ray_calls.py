@@ -39,11 +39,10 @@ def prefix(run_dir: Path) -> str:
     return f"everstep:{run_dir.name}:{run}:"
 
 
-def connect(address: str, code: Path | None = None) -> None:
+def connect(address: str) -> None:
     """Make this process a driver of the cluster at `address`; a former connection ends.
 
-    What lies in `code` is sent to every node where a slot is started: it is the directory that the
-    slot starts in, and where Python looks for modules.
+    It asks for no runtime environment: within a submitted job that of the job counts.
     """
     import ray
 
@@ -60,7 +59,6 @@ def connect(address: str, code: Path | None = None) -> None:
         namespace=NAMESPACE,
         log_to_driver=False,
         logging_level=logging.ERROR,
-        runtime_env=None if code is None else {"working_dir": str(code)},
     )
 
 

@@ -67,11 +67,10 @@ class Launch:
     text: str
 
     @classmethod
-    def from_json(cls, text: str, code_dir: Path | None = None) -> Self:
+    def from_json(cls, text: str) -> Self:
         """Read a spec. Raises ChildError that names the key.
 
-        `code_dir` is where the user's code lies on this node, if it was sent here; it stands in for
-        a directory of settings that is on another one.
+        The copy of the user's code stands in for a directory of settings that this node lacks.
         """
         spec = json.loads(text)
         kinds = {"generation": int, "rank": int, "run_dir": str, "config_dir": str}
@@ -80,10 +79,8 @@ class Launch:
                 raise ChildError(f"spec.{key} is {spec.get(key)!r}, expected {kind.__name__}")
         if len(text) >= SPEC_LIMIT:
             raise ChildError(f"a spec of {len(text)} bytes is above the limit of {SPEC_LIMIT}")
-        if code_dir is not None:
-            spec["code_dir"] = str(code_dir)
-            if not Path(spec["config_dir"]).is_dir():
-                spec["config_dir"] = str(code_dir)
+        if spec.get("code_dir") and not Path(spec["config_dir"]).is_dir():
+            spec["config_dir"] = spec["code_dir"]
         if not Path(spec["config_dir"]).is_dir():
             raise ChildError(f"spec.config_dir {spec['config_dir']} is no directory on this node")
         log = log_path(Path(spec["run_dir"]), spec["generation"], spec["rank"])

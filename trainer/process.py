@@ -550,7 +550,7 @@ class Worker:
         report = failures.describe(error, self.spec.trainer.task)
         self._keep_whole_text(error)
         self._send_raised(
-            report.to_dict(),
+            self._as_edited(report.to_dict()),
             self.beat.phase_of(error),
             collective=failures.lost_a_peer(error),
             startup=failures.could_not_start(error),
@@ -571,6 +571,16 @@ class Worker:
             path.write_bytes(text[: failures.ERROR_BYTES_MAX])  # unflushed: recovery waits for us
         except OSError as refused:
             log.warning("error_text_not_kept", why=str(refused))
+
+    def _as_edited(self, error: Mapping[str, Any]) -> dict[str, Any]:
+        """The same with the paths of the user's files, not of the copy that this run has."""
+        copy, original = f"{self.spec.code_dir}/", f"{self.spec.config_dir}/"
+        if not self.spec.code_dir:
+            return dict(error)
+        return {
+            key: value.replace(copy, original) if isinstance(value, str) else value
+            for key, value in error.items()
+        }
 
     def _send_raised(
         self,

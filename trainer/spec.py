@@ -75,7 +75,7 @@ class WorkerSpec:
     gets its restore point later, with the order to promote it. `log_file` is for a process that was
     started before it was known what for; the others write to it from the start. `skips` are (step,
     batches left out before it), `failure_every_s` is the mean time between failures (seconds).
-    `code_dir`: where the task's module was sent to, "" where it lies beside the settings. `run`
+    `code_dir`: where the run's copy of the task's module lies, "" if it is installed. `run`
     numbers the run of the machine: its generations run one program.
     """
 

@@ -103,8 +103,7 @@ class ResilientWorker:
     `epoch` is the daemon's: an order of a lower one than the highest seen is refused. `cpus` and
     `gpus` are what the slot holds, and what its children are told to use. Where no daemon is heard
     of for `orphan_after_s` (0: however long), it has its child save, and ends; `leave` is how, and
-    `afterwards` what the last one of them starts. `brings_code`: it was started in a directory of
-    the user's code, which came with it to this node.
+    `afterwards` what the last one of them starts.
     """
 
     def __init__(
@@ -116,7 +115,6 @@ class ResilientWorker:
         command: Sequence[str] = COMMAND,
         orphan_after_s: float = 0.0,
         afterwards: Sequence[str] = (),
-        brings_code: bool = False,
         leave: Callable[[Sequence[str]], None] = orphans.leave_cluster,
     ) -> None:
         self._job = job
@@ -124,7 +122,6 @@ class ResilientWorker:
         self._cpus = cpus
         self._gpus = gpus
         self._command = tuple(command)
-        self._code_dir = Path.cwd() if brings_code else None
         self._changed = threading.Condition()
         self._epoch = 0
         self._last = 0
@@ -210,7 +207,7 @@ class ResilientWorker:
     def start(self, epoch: int, spec: str) -> dict[str, Any]:
         """Start the child of a generation; answers with its `pid` and `started_at`."""
         self._admit(epoch)
-        launch = Launch.from_json(spec, self._code_dir)
+        launch = Launch.from_json(spec)
         if launch.run_dir != self._run_dir:
             raise Refused(f"spec.run_dir is {launch.run_dir}, this slot serves {self._run_dir}")
         publish = functools.partial(self._publish, launch.generation, launch.rank)

@@ -95,3 +95,37 @@ def test_what_a_task_reads_while_it_is_traced_counts_from_the_next_run(job: Make
     assert losses(mine, 5) == {1.5}
     daemon.signal(signal.SIGTERM)
     assert daemon.exit_status() == 75
+
+
+def test_edited_code_counts_from_the_next_run(job: MakeJob) -> None:
+    """Edited before two kills, it counted from the second one: the loss jumped, unsaid."""
+    mine = made(job)
+    daemon = mine.start()
+    daemon.until("standby_ready", generation=2)
+    (mine.folder / "mine.py").write_text(TASK.replace("SHIFT = 1.0", "SHIFT = 2.0"))
+    until(lambda: daemon.status()["code_changed"] == ["mine.py"], "the name of the edited file")
+    for generation in (2, 3):
+        daemon.until("standby_ready", generation=generation)
+        daemon.strike(1, signal.SIGKILL)
+        daemon.until("first_step_taken", generation=generation)
+    daemon.kill()
+    daemon = mine.start()
+    daemon.until("supervisor_restarted")
+    until(lambda: daemon.status()["code_changed"] == ["mine.py"], "the name of the edited file")
+    daemon.strike(0, signal.SIGKILL)
+    daemon.until_step(daemon.until("first_step_taken", generation=4)["step"] + 2)
+    daemon.signal(signal.SIGTERM)
+    assert daemon.exit_status() == 75
+    assert [losses(mine, generation) for generation in (1, 2, 3, 4)] == [{1.25}] * 4
+    daemon = mine.start("--keep-code")
+    daemon.until_step(daemon.until("first_step_taken", generation=6)["step"] + 2)
+    assert losses(mine, 6) == {1.25}
+    daemon.signal(signal.SIGTERM)
+    assert daemon.exit_status() == 75
+    daemon = mine.start()
+    daemon.until_step(daemon.until("first_step_taken", generation=8)["step"] + 2)
+    assert losses(mine, 8) == {2.25}
+    assert any(line.startswith("code of mine") for line in found(mine, generation=8))
+    assert daemon.status()["code_changed"] == []
+    daemon.signal(signal.SIGTERM)
+    assert daemon.exit_status() == 75

@@ -359,8 +359,8 @@ def test_a_run_ends_with_the_status_of_its_daemon(
 
     fake_run(monkeypatch, run)
     assert main(["--config", str(config), "--set", "trainer.steps=50", "--take-over"]) == 75
-    settings, origins, config_path, terminal, option = seen
-    assert option == ("take_over", True)
+    settings, origins, config_path, terminal, *given = seen
+    assert dict(given) == {"take_over": True, "keep_code": False}
     assert settings.trainer.steps == 50
     assert origins["trainer.steps"] == "--set"
     assert config_path == config

@@ -27,7 +27,6 @@ from supervisor.cluster import (
 )
 from supervisor.embedded import EmbeddedRay, authenticate
 from supervisor.ray_calls import Node, addresses_elsewhere, rank_order, shortage
-from supervisor.shipping import Code
 from tests.hold import held
 from trainer.child import RUN, SLOT, machine
 from trainer.processes import look
@@ -55,9 +54,7 @@ class Needs:
 class Story:
     """A cluster and all that it told, with the time of each."""
 
-    def __init__(
-        self, run_dir: Path, *, epoch: int = 1, code: Code | None = None, **needs: Any
-    ) -> None:
+    def __init__(self, run_dir: Path, *, epoch: int = 1, **needs: Any) -> None:
         self.cluster_lost: list[str] = []
         self.records: list[tuple[float, dict[str, Any]]] = []
         self.lost: list[tuple[float, tuple[int, ...], str, bool]] = []
@@ -71,7 +68,6 @@ class Story:
             lambda *loss: self.lost.append((time.monotonic(), *loss)),
             on_cluster_lost=self.cluster_lost.append,
             on_stale=self.stale.append,
-            code=code,
             command=[sys.executable, str(STAND_IN)],
         )
 

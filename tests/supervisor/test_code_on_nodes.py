@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from supervisor import ray_calls
-from supervisor.shipping import collect
+from supervisor.run_code import RunCode
 from tests.supervisor.test_cluster import Story
 
 
@@ -45,14 +45,15 @@ def test_a_module_beside_the_settings_is_on_every_node(address: str, tmp_path: P
     run_dir = tmp_path / "runs" / "first"
     run_dir.mkdir(parents=True)
     with asyncio.Runner() as runner:
-        code = collect("users_task:Task", here, run_dir)
-        story = Story(run_dir, code=code, address=address, placement="strict_spread")
+        code = RunCode("users_task:Task", here, run_dir, 1)
+        code.open()
+        story = Story(run_dir, address=address, placement="strict_spread")
         runner.run(story.cluster.connect())
         try:
             slots = runner.run(story.cluster.place(1, 60.0))
             assert len({slot.node_id for slot in slots}) == 2
             shutil.rmtree(here)  # as if it had never been on these nodes
-            specs = story.specs(1, config_dir=str(here))
+            specs = story.specs(1, config_dir=str(here), code_dir=str(code.directory))
             runner.run(story.cluster.start(1, specs))
             for rank in range(2):
                 runner.run(story.cluster.order(1, rank, {"order": "tell"}))
