@@ -7,6 +7,7 @@ A store that cannot be read or written makes the supervisor blind; it never make
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
@@ -41,6 +42,9 @@ __all__ = [
 ]
 
 STORE_TIMEOUT_S = 0.5
+LOST_AFTER = 3  # polls in a row; one that fails now and then is no outage
+CALM_MIN_S = 2.0
+CALM_MAX_S = 300.0
 CANARY_TTL_MS = 60_000
 REASON_LENGTH_MAX = 200
 
@@ -179,6 +183,43 @@ class _Reader:
         return message
 
 
+class _Outage:
+    """Whether the store counts as lost: late to say so and, after a relapse, later to take it back.
+
+    What is told is journalled, and a store that comes and goes must not flood the journal.
+    """
+
+    def __init__(self) -> None:
+        self._failures = 0
+        self._is_lost = False
+        self._good_since: float | None = None
+        self._calm_s = CALM_MIN_S
+        self._over_at = -math.inf
+
+    def note_failure(self, now: float) -> bool:
+        """A poll failed: whether the store has just been lost."""
+        self._failures += 1
+        self._good_since = None
+        if self._is_lost or self._failures < LOST_AFTER:
+            return False
+        self._is_lost = True
+        is_relapse = now - self._over_at < 10 * self._calm_s
+        self._calm_s = min(2 * self._calm_s, CALM_MAX_S) if is_relapse else CALM_MIN_S
+        return True
+
+    def note_answer(self, now: float) -> bool:
+        """A poll succeeded: whether the store is back, having answered for long enough."""
+        self._failures = 0
+        if not self._is_lost:
+            return False
+        if self._good_since is None:
+            self._good_since = now
+        if now - self._good_since < self._calm_s:
+            return False
+        self._is_lost, self._over_at = False, now
+        return True
+
+
 async def watch(
     *,
     job: str,
@@ -194,42 +235,67 @@ async def watch(
     """Poll until cancelled. `on_suspicion` gets verdicts only: suspicions the slots bear out.
 
     Time is the loop's own monotonic clock. Who is watched is the monitor's to say and may change
-    between polls; the canary is written even when nobody is.
+    between polls; the canary is written even when nobody is. While the store is away the slots are
+    asked instead. `on_store_lost` and `on_store_recovered` tell of outages, not of single polls.
     """
     clock = asyncio.get_running_loop().time
     reader = _Reader(job, store)
     broken: set[Member] = set()
+    outage = _Outage()
+    asked_at = -math.inf
     while True:
         begun = clock()
         members = monitor.members()
         try:
             beats = await reader.read(members)
         except StoreUnavailable as error:
-            if not monitor.is_blind:
-                monitor.blind(clock())
+            monitor.miss(clock())
+            if outage.note_failure(clock()):
+                monitor.blind()
                 on_store_lost(str(error))
+            if monitor.is_blind and begun - asked_at >= monitor.lease_s / 3:
+                asked_at = begun
+                await _ask_instead(monitor, witness, members, on_suspicion)
         else:
-            if monitor.is_blind:
-                monitor.see(clock())
+            if outage.note_answer(clock()):
+                monitor.see()
                 on_store_recovered()
             suspicions = monitor.observe(begun, beats, read_at=clock())
             on_beats({member: beat for member, beat in beats.items() if beat is not None})
             for suspicion in suspicions:
-                testimony = await _ask(witness, suspicion)
+                testimony = await _ask(witness, suspicion.generation, suspicion.stalled)
                 if verdict := monitor.judge(clock(), suspicion, testimony):
                     on_suspicion(verdict)
-            broken = _tell_broken_paths(monitor, broken)
+            if not monitor.is_blind:  # then the path of every rank was broken
+                broken = _tell_broken_paths(monitor, broken)
         await asyncio.sleep(max(0.0, begun + every_s - clock()))
 
 
-async def _ask(witness: Witness, suspicion: Suspicion) -> Mapping[int, Mapping[str, Any]]:
+async def _ask_instead(
+    monitor: HeartbeatMonitor,
+    witness: Witness,
+    members: Sequence[Member],
+    on_suspicion: Callable[[Suspicion], None],
+) -> None:
+    """Ask all slots, since the store cannot be read."""
+    clock = asyncio.get_running_loop().time
+    for generation in sorted({generation for generation, _ in members}):
+        ranks = [rank for of, rank in members if of == generation]
+        testimony = await _ask(witness, generation, ranks)
+        if verdict := monitor.attest(clock(), generation, testimony):
+            on_suspicion(verdict)
+
+
+async def _ask(
+    witness: Witness, generation: int, ranks: Sequence[int]
+) -> Mapping[int, Mapping[str, Any]]:
     try:
         async with asyncio.timeout(WITNESS_S):
-            told = await witness(suspicion.generation, suspicion.stalled)
+            told = await witness(generation, ranks)
     except TimeoutError:
         return {}
     except Exception as error:
-        log.warning("witness_failed", generation=suspicion.generation, why=repr(error))
+        log.warning("witness_failed", generation=generation, why=repr(error))
         return {}
     return {rank: word for rank, word in told.items() if "error" not in word}
 

@@ -19,6 +19,9 @@ WITNESS_S = 1.5
 More than the second that a slot is given, so that one that is mute does not cost the others' word.
 """
 
+FAILED_POLL_S = 1.5
+"""The longest that a poll may take to fail."""
+
 Member = tuple[int, int]
 """(generation, rank)."""
 
@@ -67,6 +70,7 @@ class _Track:
     beats_at: float
     seq_at: float
     ahead_at: float  # when it last had another rank behind it
+    seen_at: float  # when there was last a word on it, of the store or of its slot
     here: bool = False  # its key was there at the last poll; if not, it is unknown, not silent
     message: BeatMessage | None = None
     beats: int = -1
@@ -80,8 +84,16 @@ class _Track:
     testimony: Mapping[str, Any] | None = None
 
     def rearm(self, now: float) -> None:
-        self.beats_at = self.seq_at = now
+        self.beats_at = self.seq_at = self.seen_at = now
         self.unanswered_since = None
+
+    def leave_out(self, seconds: float) -> None:
+        """Nobody looked for so long: this time is not silence, and what came before it stays."""
+        self.beats_at += seconds
+        self.seq_at += seconds
+        self.ahead_at += seconds
+        if self.unanswered_since is not None:
+            self.unanswered_since += seconds
 
     def position(self) -> tuple[int, int]:
         """How far this rank is; in one generation the numbers of all ranks run alike."""
@@ -97,18 +109,22 @@ class HeartbeatMonitor:
 
     def __init__(self, deadlines: Deadlines, *, lease_s: float, every_s: float) -> None:
         self._deadlines = deadlines
-        self._lease_s = lease_s
+        self.lease_s = lease_s
         self._every_s = every_s
         self._pause_s = max(lease_s / 2, 2 * every_s)
         self._armed: dict[int, dict[int, _Track]] = {}
         self._seen_at: float | None = None
+        self._missed = False  # the last poll failed
         self._blind = False
 
     # --- arming -----------------------------------------------------------------------------------
 
     def arm(self, generation: int, ranks: Iterable[int], now: float) -> None:
         """Watch a generation from now on, knowing nothing of it; `initialize` counts from here."""
-        tracks = {rank: _Track(rank=rank, beats_at=now, seq_at=now, ahead_at=now) for rank in ranks}
+        tracks = {
+            rank: _Track(rank=rank, beats_at=now, seq_at=now, ahead_at=now, seen_at=now)
+            for rank in ranks
+        }
         self._armed[generation] = tracks
         self._deadlines.forget_ranks_from(len(tracks))
 
@@ -133,19 +149,24 @@ class HeartbeatMonitor:
             track.rearm(now)
         self._seen_at = now
 
-    def blind(self, now: float) -> None:
-        """The store is away: no verdict until `see`."""
-        self._blind = True
+    def miss(self, now: float) -> None:
+        """A poll failed: nobody was seen, and that is no silence. The caller was not paused."""
+        if self._seen_at is not None and now - self._seen_at > self._pause_s + FAILED_POLL_S:
+            self.rearm(now)
         self._seen_at = now
+        self._missed = True
 
-    def see(self, now: float) -> None:
-        """The store is back: whatever was silent meanwhile is not held against anybody."""
+    def blind(self) -> None:
+        """The store is away, not for a poll only: the slots are asked instead."""
+        self._blind = True
+
+    def see(self) -> None:
+        """The store is back for good."""
         self._blind = False
-        self.rearm(now)
 
     @property
     def is_blind(self) -> bool:
-        """Whether verdicts are frozen because the store cannot be read."""
+        """Whether the store counts as lost, so that only the slots bear witness."""
         return self._blind
 
     def members(self) -> tuple[Member, ...]:
@@ -170,19 +191,22 @@ class HeartbeatMonitor:
 
         `now` is when the poll was begun, `read_at` when its answer was there (default: `now`).
         None means that the key is missing, or holds nothing readable. A gap since the last call
-        that is too long for a healthy caller starts every lease afresh.
+        that is too long for a healthy caller starts every lease afresh. Time in which polls failed
+        is left out, but what was silent before stays so: a store that fails now and then must not
+        hide a hang.
         """
         read_at = now if read_at is None else read_at
         paused = self._seen_at is not None and read_at - self._seen_at > self._pause_s
         for (generation, rank), message in beats.items():
             armed = self._armed.get(generation)
             if armed and (track := armed.get(rank)):
+                if self._missed:
+                    track.leave_out(max(0.0, read_at - track.seen_at - self._every_s))
+                track.seen_at = read_at
                 self._hear(track, message, read_at)
         if paused:
             self.rearm(read_at)
-        self._seen_at = read_at
-        if self._blind:
-            return []
+        self._seen_at, self._missed = read_at, False
         found = (self._suspect(generation, now) for generation in sorted(self._armed))
         return [suspicion for suspicion in found if suspicion]
 
@@ -246,7 +270,7 @@ class HeartbeatMonitor:
         ]
 
     def _is_lost(self, track: _Track, now: float) -> bool:
-        return track.here and now - track.beats_at > self._lease_s
+        return track.here and now - track.beats_at > self.lease_s
 
     def _is_silent(self, track: _Track, now: float) -> bool:
         return now - track.seq_at > 0.5 * self._limit_s(track)
@@ -285,7 +309,7 @@ class HeartbeatMonitor:
             phase=first.phase,
             step=first.step,
             silence_s=round(now - since, 3),
-            deadline_s=round(self._lease_s if lost else self._limit_s(first), 3),
+            deadline_s=round(self.lease_s if lost else self._limit_s(first), 3),
             why="; ".join(self._story(track, now) for track in culprits[:4]),
         )
 
@@ -318,7 +342,7 @@ class HeartbeatMonitor:
         """
         armed = self._armed.get(suspicion.generation)
         late = self._seen_at is not None and now - self._seen_at > WITNESS_S + self._pause_s
-        if armed is None or self._blind:
+        if armed is None:
             return None
         if late:
             self.rearm(now)
@@ -329,6 +353,33 @@ class HeartbeatMonitor:
                 self._testify(track, testimony.get(rank), now)
         verdict = self._suspect(suspicion.generation, now)
         if verdict is None or not self._is_borne_out(armed, verdict, testimony, now):
+            return None
+        for track in armed.values():
+            track.rearm(now)
+        return verdict
+
+    def attest(
+        self, now: float, generation: int, testimony: Mapping[int, Mapping[str, Any]]
+    ) -> Suspicion | None:
+        """Take in what the slots say while the store is away: the verdict, or None.
+
+        A slot sees the process and its beat file, so that its word alone is enough. `testimony` is
+        as for `judge`; for a rank whose slot does not answer, or cannot read the file, this time is
+        left out.
+        """
+        armed = self._armed.get(generation)
+        if armed is None:
+            return None
+        self._seen_at = now
+        for track in armed.values():
+            told = testimony.get(track.rank)
+            if told is None or not (_has_ended_or_stopped(told) or _number(told, "beats") >= 0):
+                track.leave_out(now - track.seen_at)
+            else:
+                self._testify(track, told, now)
+            track.seen_at = now
+        verdict = self._suspect(generation, now)
+        if verdict is None or not any(rank in testimony for rank in verdict.ranks):
             return None
         for track in armed.values():
             track.rearm(now)
@@ -370,7 +421,7 @@ class HeartbeatMonitor:
             return True
         # No slot answers. One slow answer is no evidence; a lease of silence is.
         waited = [armed[rank].unanswered_since for rank in verdict.stalled]
-        return any(since is not None and now - since > self._lease_s for since in waited)
+        return any(since is not None and now - since > self.lease_s for since in waited)
 
     def broken_paths(self) -> tuple[Member, ...]:
         """Ranks that live and move by their slot's word, yet whose heartbeats do not arrive."""

@@ -541,10 +541,10 @@ SCENARIOS = {
         events=["heartbeat_store_lost", "heartbeat_store_recovered"],
         check=lambda sim: spent(sim),
     ),
-    "a_hang_while_blind_is_seen_later": Scenario(
+    "a_hang_while_blind_is_seen_by_the_slots": Scenario(
         faulty(Fault(kind="sleep", step=40), steps=100, store_away=(10.0, 30.0)),
         states=ONCE,
-        events=["heartbeat_store_recovered", "progress_stalled"],
+        events=["heartbeat_store_lost", "progress_stalled", "workers_restored"],
     ),
 }
 

@@ -106,6 +106,11 @@ class Worker:
         """Whether it can take part in a collective."""
         return self.exit is None and not self.stopped and not self.stuck
 
+    def beats(self, now: float) -> int:
+        """How many its thread has sent by now."""
+        until = self.frozen_at if self.frozen_at is not None else now
+        return 1 + int((until - self.born) / 0.25)
+
     def enter(self, phase: str, step: int) -> None:
         self.phase, self.step, self.seq = phase, step, self.seq + 1
 
@@ -299,6 +304,7 @@ class SimCluster:
                 "seq": worker.seq,
                 "phase": worker.phase,
                 "step": worker.step,
+                "beats": worker.beats(asyncio.get_running_loop().time()),
             }
         return found
 
@@ -529,13 +535,12 @@ class SimStore:
     def _message(self, worker: Worker, now: float) -> str | None:
         if worker.exit is not None:
             now = worker.frozen_at or worker.born
-        heard_at = worker.frozen_at if worker.frozen_at is not None else now
         return BeatMessage(
             generation=worker.generation,
             rank=worker.rank,
             pid=1,
             seq=worker.seq,
-            beats=1 + int((heard_at - worker.born) / 0.25),
+            beats=worker.beats(now),
             phase=worker.phase,
             step=worker.step,
             durations=worker.durations,

@@ -331,25 +331,65 @@ def test_a_stopped_worker_is_a_verdict_with_its_culprit_within_its_deadline():
 
 
 def test_an_outage_of_twenty_seconds_is_told_once_and_kills_nobody():
-    """Blind, not dead (resque#1883, bluechi#952)."""
+    """Blind, not dead (resque#1883, bluechi#952). The slots are asked meanwhile."""
     watched = Watched(two(STARTUP + steps([0.1] * 3000)))
     watched.store.failing_takes_s = 0.5
     down = (30.1, lambda: watched.take_down("no answer"))
     up = (50.1, lambda: watched.take_down(""))
     (lost_at, lost), (back_at, back) = watched.run(120.0, down, up)
     assert (lost, back) == ("lost: no answer", "recovered")
-    assert lost_at - 30.1 < 1.0
-    assert back_at - 50.1 < 1.0
-    assert watched.asked == 0
+    assert lost_at - 30.1 < 2.0
+    assert back_at - 50.1 < 3.0
+    assert 10 < watched.asked < 25
 
 
 def test_a_store_that_is_away_from_the_start_is_told_and_waited_for():
     """Redis and the daemon may start in any order."""
-    watched = Watched(two([("initialize", -1, 500.0)]))
+    watched = Watched(two([("initialize", -1, 100.0)]))
     watched.take_down("refused")
     back = (200.0, lambda: watched.take_down(""))
     told = [what for _, what in watched.run(300.0, back)]
     assert told == ["lost: refused", "recovered"]
+
+
+def failing(watched, pattern):
+    """Let polls succeed and fail in turn, as often as `pattern` says: (answers, failures)."""
+    answers, _ = pattern
+    poll = watched.store.poll
+
+    async def flaky(keys):
+        watched.store.down = "slow" if watched.store.polls % sum(pattern) >= answers else ""
+        return await poll(keys)
+
+    watched.store.poll = flaky
+    return watched
+
+
+def test_a_poll_that_fails_now_and_then_is_no_outage():
+    """One in eleven failed: 17 MB of journal a day, in which the story of the run went under."""
+    watched = failing(Watched(two(STARTUP + steps([0.3] * 12_000))), (10, 1))
+    assert watched.run(3600.0) == []
+    assert watched.asked == 0
+
+
+def test_a_store_that_comes_and_goes_is_told_less_and_less():
+    """Ten seconds here, five away, for a day: each relapse makes it longer until it is trusted."""
+    watched = failing(Watched(two(STARTUP + steps([0.3] * 60_000))), (40, 20))
+    told = watched.run(12 * 3600.0)
+    assert 0 < len(told) < 10
+    assert {what for _, what in told} <= {"lost: slow", "recovered"}
+
+
+def test_a_hang_during_an_outage_is_a_verdict_of_the_slots():
+    """Nobody has to wait for Redis to come back, which may take the whole night."""
+    watched = Watched(two(STARTUP + steps([0.3] * 2000)))
+    begun = watched.ranks[0].starts[80]
+    watched.ranks[1].stopped_at = begun + 0.005
+    watched.ranks[0].stuck_at = begun + 0.1
+    told = watched.run(begun + 6.0, (begun - 5.0, lambda: watched.take_down("refused")))
+    (when, verdict) = told[1]
+    assert (told[0][1], verdict.kind, verdict.ranks) == ("lost: refused", "progress_stalled", (1,))
+    assert when <= begun + LEASE_S + 1.0
 
 
 def test_a_slot_that_hangs_delays_the_polls_by_no_more_than_its_time_limit():
@@ -410,7 +450,7 @@ def test_the_redis_loop_notices_a_freeze_and_its_end(server):
         watching.arm(1, [0], loop.time())
 
         async def nobody(generation, ranks):
-            raise AssertionError("there was no suspicion")
+            return {}
 
         task = asyncio.create_task(
             watch(
@@ -443,5 +483,5 @@ def test_the_redis_loop_notices_a_freeze_and_its_end(server):
         await store.close()
         return noticed_s
 
-    assert asyncio.run(story()) < 1.2
+    assert asyncio.run(story()) < 2.5
     assert told == ["lost", "recovered"]

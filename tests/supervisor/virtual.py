@@ -151,6 +151,18 @@ class World:
             verdicts += [verdict] if verdict else []
         return verdicts
 
+    def lose_store(self, until: float) -> None:
+        """Until then every poll fails."""
+        while self.now < until:
+            self.monitor.miss(self.now)
+            self.now += EVERY_S
+
+    def attest(self) -> list[Suspicion]:
+        """All slots are asked instead of the store; the verdicts that came of it."""
+        told = {one.rank: one.word_of_its_slot(self.now) for one in self.ranks if one.slot_answers}
+        verdict = self.monitor.attest(self.now, 1, told)
+        return [verdict] if verdict else []
+
     def run(self, until: float) -> list[tuple[float, Suspicion]]:
         """Poll until then; the verdicts with their times."""
         found = []
