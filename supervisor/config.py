@@ -212,7 +212,7 @@ class BudgetSettings(Section):
         default=3,
         ge=1,
         le=COUNT_MAX,
-        description="times running that one error strikes at one step",
+        description="times running that one error or crash occurs at one step",
     )
     backoff_base_s: float = Field(
         default=1.0,

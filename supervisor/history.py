@@ -46,6 +46,8 @@ class Chronicle:
         error = event.get("error")
         if isinstance(error, dict) and event.get("primary", True):
             self.traceback = error.get("traceback") or self.traceback
+        elif name == "worker_crashed" and event["phase"] == "launch":
+            self.traceback = event["detail"] or self.traceback
         opened = record["target"] == "DRAINING" and record["source"] != "DRAINING"
         if opened and name not in ("training_completed", "stop_requested"):
             self._rows = [*self._rows, _row(event)][-ROWS_KEPT:]

@@ -11,6 +11,8 @@ from trainer.worker import STATES
 
 Record = dict[str, Any]
 
+_LINES_OF_A_LAUNCH = 12
+
 # What only a generation that trains can say.
 _TRAINING = (
     "stepped",
@@ -41,7 +43,8 @@ class Roster:
         self.standby = standby
         self.ending = False  # An order to end was given: exits are no news.
         self.said: dict[str, dict[int, Record]] = {}
-        self.phases: dict[int, str] = dict.fromkeys(range(world_size), "initialize")
+        # "launch": its interpreter has not come as far as to report.
+        self.phases: dict[int, str] = dict.fromkeys(range(world_size), "launch")
         self._held: list[Record] = []
         self._taken: set[tuple[int, int]] = set()  # (rank, seq) of reports in STATES
         self._differences: set[str] = set()
@@ -74,6 +77,8 @@ class Roster:
             if (rank, seq) in self._taken:
                 return []
             self._taken.add((rank, seq))
+        if kind == "started" and self.phases[rank] == "launch":
+            self.phases[rank] = "initialize"
         if kind == "phase":
             self.phases[rank] = str(record["phase"])
             return []
@@ -221,6 +226,7 @@ class Roster:
         if self.ending or any(rank in self.said.get(kind, {}) for kind in explained):
             return []
         tail = [str(line) for line in record.get("log_tail", [])]
+        phase = str(record.get("phase") or self.phases[rank])
         return [
             e.WorkerCrashed(
                 at=at,
@@ -228,11 +234,11 @@ class Roster:
                 ranks=(rank,),
                 status=record.get("status"),
                 signal=record.get("signal"),
-                phase=str(record.get("phase") or self.phases[rank]),
+                phase=phase,
                 step=_step(record),
                 primary=not (record.get("signal") == "SIGABRT" and aborted_for_a_peer(tail)),
                 # Nobody who is killed from outside has a last word on it.
-                detail="" if record.get("signal") == "SIGKILL" else _last_words(tail),
+                detail="" if record.get("signal") == "SIGKILL" else _last_words(tail, phase),
             )
         ]
 
@@ -262,7 +268,9 @@ def _step(record: Record) -> int:
     return -1 if step is None else int(step)
 
 
-def _last_words(tail: list[str]) -> str:
-    """The last line that says something, at most 200 characters."""
-    spoken = [line.strip() for line in tail if line.strip()]
-    return spoken[-1][:200] if spoken else ""
+def _last_words(tail: list[str], phase: str) -> str:
+    """The last line that says something, at most 200 characters; of a launch the last lines."""
+    spoken = [line.rstrip()[:200] for line in tail if line.strip()]
+    if phase == "launch":
+        return "\n".join(spoken[-_LINES_OF_A_LAUNCH:])
+    return spoken[-1].strip() if spoken else ""

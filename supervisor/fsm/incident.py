@@ -1,5 +1,6 @@
 """One trouble, read off the event that opened it: who is blamed, which budget pays, in one line."""
 
+import re
 from dataclasses import dataclass
 
 from .events import (
@@ -28,6 +29,10 @@ TRANSIENT_ERRORS = frozenset(
         "XlaRuntimeError",
     }
 )
+
+
+UNSTARTED = ("launch", "initialize")
+"""The phases before a worker has met its peers or the task: what ends it there will do so again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +79,9 @@ def incident_of(event: Event, *, number: int, generation: int) -> Incident:
     error = error if isinstance(error, dict) else {}
     step, ranks = getattr(event, "step", -1), getattr(event, "ranks", ())
     signature, pointless = "", False
-    if error and getattr(event, "primary", True):
+    if isinstance(event, WorkerCrashed):
+        signature = _signature_of_crash(event)
+    elif error and getattr(event, "primary", True):
         signature = f"{error.get('type')} at {error.get('frame')} in step {step}"
         pointless = bool(error.get("user")) and error.get("type") not in TRANSIENT_ERRORS
     return Incident(
@@ -94,6 +101,15 @@ def incident_of(event: Event, *, number: int, generation: int) -> Incident:
     )
 
 
+def _signature_of_crash(event: WorkerCrashed) -> str:
+    """What makes two crashes the same; "" where a peer or somebody outside ended the process."""
+    if not event.primary or event.signal in ("SIGKILL", "SIGTERM"):
+        return ""
+    how = event.signal or f"status {event.status}"
+    last_words = re.sub(r"0x[0-9a-f]+|[0-9]+", "#", event.detail)  # pids, times, addresses differ
+    return f"{how} in {event.phase} of step {event.step}: {last_words}"
+
+
 def story_of(event: Event) -> str:
     """One line for people: who, what, where."""
     ranks = getattr(event, "ranks", ())
@@ -103,7 +119,9 @@ def story_of(event: Event) -> str:
     where += f" of step {step}" if phase and step >= 0 else ""
     if isinstance(event, WorkerCrashed):
         how = f"by {event.signal}" if event.signal else f"with status {event.status}"
-        return f"{who} ended {how}{where}"
+        detail = event.detail.rpartition("\n")[2]
+        last_words = f": {detail}" if detail and event.phase in UNSTARTED else ""
+        return f"{who} ended {how}{where}{last_words}"
     if isinstance(event, WorkerRaised | RestoreFailed):
         return f"{who} raised {event.error.get('type')}: {event.error.get('message')}{where}"
     if isinstance(event, InitializationFailed):

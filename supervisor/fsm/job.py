@@ -64,7 +64,7 @@ from .events import (
     WorkersGone,
     tuples,
 )
-from .incident import Incident, incident_of, why_of
+from .incident import UNSTARTED, Incident, incident_of, why_of
 from .states import State
 
 # A stronger purpose of a drain replaces a weaker one, never the other way round.
@@ -684,7 +684,9 @@ class Job:
             return RetryRuledOut(**common, rule="before_first_step", why=incident.story)
         self.same_error = self.same_error + 1 if incident.error == self.last_error else 1
         self.last_error = incident.error
-        if incident.error and self.same_error >= self.limits.same_error_max:
+        is_unstarted = incident.event == "worker_crashed" and incident.phase in UNSTARTED
+        times = min(2, self.limits.same_error_max) if is_unstarted else self.limits.same_error_max
+        if incident.error and self.same_error >= times:
             why = f"{self.same_error} times running: {incident.story}"
             return RetryRuledOut(**common, rule="same_error", why=why)
         used = tuple(

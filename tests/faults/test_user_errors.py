@@ -91,6 +91,7 @@ def test_the_same_error_at_the_same_step_ends_the_job(job: MakeJob) -> None:
 def test_a_worker_that_dies_without_end_spends_the_budget(job: MakeJob) -> None:
     """A dying worker may not hammer a cluster for ever, nor go on for ever (CASES 14)."""
     settings = {"budgets.failures_max": 4, "budgets.backoff_base_s": 0.5}
+    settings["budgets.same_error_max"] = 9  # it dies in the same way each time
     tiny = job(**{"trainer.task": "paced:DiesAlways", **settings})
     assert tiny.start().exit_status(180) == 3
     crashed = tiny.events("worker_crashed", primary=True)

@@ -110,6 +110,19 @@ def test_startup_and_restore_failures_have_their_own_names() -> None:
     ]
 
 
+def test_a_process_that_ends_before_it_reports_leaves_its_last_lines() -> None:
+    """A module that hid the standard library's killed it, and the cause was cut off."""
+    tail = ["Traceback (most recent call last):", '  File "queue.py", line 1', "AttributeError: x"]
+    (event,) = say(roster(), "exit", 0, status=1, signal=None, log_tail=tail)
+    assert isinstance(event, e.WorkerCrashed)
+    assert (event.phase, event.detail) == ("launch", "\n".join(tail))
+    begun = roster()
+    say(begun, "started", 0, pid=1)
+    (event,) = say(begun, "exit", 0, status=1, signal=None, log_tail=tail)
+    assert isinstance(event, e.WorkerCrashed)
+    assert (event.phase, event.detail) == ("initialize", "AttributeError: x")
+
+
 def test_a_rank_that_was_ready_can_no_longer_fail_to_start() -> None:
     """An error in a phase "restore" of the user's own, while the job ran, made no event at all, and
     the exit after it was taken for explained."""
