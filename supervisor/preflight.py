@@ -131,7 +131,8 @@ def _names(tree: ast.Module) -> set[str] | None:
 def _of_data(trainer: TrainerSettings, config_dir: Path) -> Iterator[str]:
     if not trainer.is_builtin or trainer.data.format == "ray":
         return
-    from trainer.data.files import find_files, format_of
+    from trainer.data.files import DataMissing, find_files, format_of, was_tokenised
+    from trainer.disk_errors import DataUnavailable
 
     for held_out in (False, True):
         if held_out and not trainer.data.held_out_path:
@@ -140,8 +141,13 @@ def _of_data(trainer: TrainerSettings, config_dir: Path) -> Iterator[str]:
             find_files(
                 trainer.data, format_of(trainer.data, config_dir), config_dir, held_out=held_out
             )
+        except DataMissing as error:
+            if not was_tokenised(trainer.data, config_dir):  # then that will do
+                yield from error.problems
         except SettingsError as error:
             yield from error.problems
+        except DataUnavailable:
+            return  # no mistake: the workers try again
 
 
 def _of_this_machine(settings: Settings) -> Iterator[str]:

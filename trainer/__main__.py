@@ -120,7 +120,8 @@ def _generate(arguments: Sequence[str]) -> int:
     tokenizer = found.task.tokenizer
     prompt = tokenizer.encode(options.prompt)
     if options.chat:
-        prompt, _ = tokenizer.chat([{"role": "user", "content": options.prompt}], reply=True)
+        asked = tokenizer.conversation([{"role": "user", "content": options.prompt}], reply=True)
+        ((prompt, _),) = tokenizer.encode_many([asked])
     print(printable(f"from the {found.source}"), file=sys.stderr, flush=True)
     ids: list[int] = []
     shown = "" if options.chat else options.prompt
@@ -134,7 +135,7 @@ def _generate(arguments: Sequence[str]) -> int:
         count=options.tokens,
         temperature=options.temperature,
         seed=options.seed,
-        end=tokenizer.end,
+        ends=tokenizer.ends,
         compute=model.Compute(dtype=settings.trainer.model.compute_dtype),
     ):
         ids.append(token)

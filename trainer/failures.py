@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.data.store import DataUnavailable
+from trainer.disk_errors import WRONG_PLACE, DataUnavailable
 from trainer.drills import DrillError
 from trainer.environment import JoinFailed
 from trainer.settings import SettingsError
@@ -154,8 +154,7 @@ def _is_users_fault(error: BaseException, in_their_code: bool) -> bool:
     if isinstance(error, DrillError | MemoryError | DataUnavailable) or lost_a_peer(error):
         return False
     if isinstance(error, OSError):
-        by_name = FileNotFoundError | PermissionError | NotADirectoryError | IsADirectoryError
-        return in_their_code and isinstance(error, by_name)
+        return in_their_code and error.errno in WRONG_PLACE
     return in_their_code
 
 

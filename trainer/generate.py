@@ -8,7 +8,7 @@ A sanity check before and after training, on one device; no server.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -29,10 +29,10 @@ def generate(
     count: int,
     temperature: float = 0.0,
     seed: int = 0,
-    end: int | None = None,
+    ends: Collection[int] = (),
     compute: model.Compute = model.PLAIN,
 ) -> Iterator[int]:
-    """At most `count` ids that follow a prompt; stops before `end`.
+    """At most `count` ids that follow a prompt; stops before any of `ends`.
 
     Temperature 0 takes the likeliest each time. The same arguments give the same ids. Raises
     `SettingsError` for a prompt that is empty, or too long for the model.
@@ -57,7 +57,7 @@ def generate(
             on_device, tokens, start, last, jax.random.fold_in(key, number), cache=cache
         )
         token = int(chosen)
-        if token == end:
+        if token in ends:
             return
         yield token
         tokens, start, last = jnp.full((1, 1), token, jnp.int32), len(prompt) + number, 0

@@ -11,7 +11,6 @@ import argparse
 import ctypes
 import hashlib
 import importlib
-import json
 import os
 import secrets
 import shutil
@@ -22,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from trainer.data.cache_files import write_table
 from trainer.data.documents import columns_of
 from trainer.data.ray_parts import MARK, STATUS_NO_RAY
 from trainer.settings import SettingsError
@@ -125,7 +125,7 @@ def _execute(name: str, out: Path, text_key: str, address: str, options: Mapping
         ray.shutdown()
     if not parts:
         raise SettingsError(f"{name}: the dataset has no rows")
-    (out / MARK).write_text(json.dumps({"dataset": name, "parts": parts}, indent=1))
+    write_table(out / MARK, {"dataset": name, "parts": parts})
 
 
 def _write(

@@ -9,17 +9,17 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
+from trainer.chat import MARKED, PLAIN, Chat, Message, Spans, Template, Turns, plain_turns
 from trainer.settings import SettingsError
 
 EXTRA = "pip install 'everstep[finetune]'"
 
-Message = Mapping[str, str]
-"""One turn of a conversation: "role" ("system", "user", "assistant", ...) and "content"."""
+_REACH = 2048
 
 # The pre-tokenizers that GGUF files name, as regular expressions (llama.cpp, src/llama-vocab.cpp).
 # None = the expression of GPT-2 that `tokenizers` has built in.
@@ -39,6 +39,33 @@ _SPLITS: Mapping[str, tuple[str | None, ...]] = {
 _CONTROL, _USER_DEFINED = 3, 4  # token types of GGUF
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passage:
+    """A text that is encoded as one, and which of its characters are learned (None: all are).
+
+    `opens`: what the tokenizer puts before a text comes before it; `closes`: what ends a text
+    comes after it and is learned.
+    """
+
+    text: str
+    learned: Spans | None = None
+    opens: bool = True
+    closes: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placed:
+    """Tokens, and from which character to before which one each of them reaches."""
+
+    ids: Sequence[int]
+    starts: Sequence[int]
+    ends: Sequence[int]
+
+
+Encoded = tuple[list[int], list[bool] | None]
+"""The ids of a passage, and of each whether it is learned; None: all are."""
+
+
 class Tokenizer(Protocol):
     """What data and generation need of a tokenizer."""
 
@@ -47,35 +74,47 @@ class Tokenizer(Protocol):
         """All ids lie below it."""
 
     @property
-    def end(self) -> int | None:
-        """The id that ends a text, if there is one."""
+    def ends(self) -> tuple[int, ...]:
+        """The ids that end what a model generates, if there are any."""
+
+    @property
+    def opening(self) -> tuple[int, ...]:
+        """What comes before a text."""
+
+    @property
+    def closing(self) -> tuple[int, ...]:
+        """What comes after a text."""
+
+    @property
+    def reach(self) -> int:
+        """How many characters on either side decide, as a rule, how a text is cut into tokens.
+
+        0: each character stands by itself.
+        """
 
     @property
     def fingerprint(self) -> str:
-        """Another one where the same text may give other ids."""
+        """Another one where the same text or conversation may give other ids."""
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text; nothing is put before or after it."""
+        """The ids of a text to go on from: with what comes before it, without what ends it."""
 
-    def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of each text, over all cores where that is possible."""
+    def encode_many(self, passages: Sequence[Passage]) -> list[Encoded]:
+        """The ids of each passage, over all cores where that is possible.
+
+        A token is learned if one of its characters is.
+        """
+
+    def encode_placed(self, texts: Sequence[str]) -> list[Placed]:
+        """The ids of pieces of a text; nothing comes before or after them."""
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ids, what is malformed replaced."""
 
-    def chat(
-        self, messages: Sequence[Message], *, reply: bool = False
-    ) -> tuple[list[int], list[bool]]:
-        """The ids of a conversation, and for each whether the assistant says it.
+    def conversation(self, messages: Sequence[Message], *, reply: bool = False) -> Passage:
+        """A conversation of which what the assistant says is learned, the end of its turn too.
 
-        What ends the assistant's turn is said by the assistant; the role's name is not. `reply`
-        opens one more turn for the assistant.
-        """
-
-    def pieces(self, messages: Sequence[Message]) -> list[tuple[str, bool]]:
-        """The texts that a conversation is made of, and whether the assistant says them.
-
-        Each is encoded by itself, so that no token is half the assistant's.
+        `reply` opens one more turn for the assistant. Raises `SettingsError`.
         """
 
 
@@ -88,8 +127,20 @@ class BytesTokenizer:
         return 256
 
     @property
-    def end(self) -> int | None:
-        return None
+    def ends(self) -> tuple[int, ...]:
+        return ()
+
+    @property
+    def opening(self) -> tuple[int, ...]:
+        return ()
+
+    @property
+    def closing(self) -> tuple[int, ...]:
+        return ()
+
+    @property
+    def reach(self) -> int:
+        return 0
 
     @property
     def fingerprint(self) -> str:
@@ -98,58 +149,71 @@ class BytesTokenizer:
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
-    def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
-        return [self.encode(text) for text in texts]
+    def encode_many(self, passages: Sequence[Passage]) -> list[Encoded]:
+        return [self._encoded(passage) for passage in passages]
+
+    def encode_placed(self, texts: Sequence[str]) -> list[Placed]:
+        raise AssertionError("a text of bytes is cut anywhere")
 
     def decode(self, ids: Iterable[int]) -> str:
         return bytes(ids).decode(errors="replace")
 
-    def chat(
-        self, messages: Sequence[Message], *, reply: bool = False
-    ) -> tuple[list[int], list[bool]]:
-        return _chat(self, _PLAIN, messages, reply)
+    def conversation(self, messages: Sequence[Message], *, reply: bool = False) -> Passage:
+        text, learned = PLAIN.write(messages, reply=reply)
+        return Passage(text=text, learned=learned)
 
-    def pieces(self, messages: Sequence[Message]) -> list[tuple[str, bool]]:
-        return _pieces(_PLAIN, messages)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Turns:
-    """How a turn of a conversation is written; `{role}` stands for who says it."""
-
-    opening: str
-    end: str
-    gap: str = ""
-
-
-_PLAIN = _Turns(opening="{role}:\n", end="\n\n")
-_FORMATS = (
-    _Turns(opening="<|im_start|>{role}\n", end="<|im_end|>", gap="\n"),
-    _Turns(opening="<|start_header_id|>{role}<|end_header_id|>\n\n", end="<|eot_id|>"),
-)
-"""ChatML (SmolLM2, Qwen) and Llama 3; a model whose vocabulary lacks the marks gets plain turns."""
+    def _encoded(self, passage: Passage) -> Encoded:
+        closing = list(self.closing if passage.closes else ())
+        if passage.learned is None:
+            return [*self.encode(passage.text), *closing], None
+        ids: list[int] = []
+        learned: list[bool] = []
+        at = 0
+        for start, end in (*passage.learned, (len(passage.text), len(passage.text))):
+            for piece, counted in (
+                (passage.text[at:start], False),
+                (passage.text[start:end], True),
+            ):
+                found = piece.encode()
+                ids += found
+                learned += [counted] * len(found)
+            at = end
+        return ids + closing, learned + [True] * len(closing)
 
 
 class SubwordTokenizer:
     """A tokenizer of the package `tokenizers`.
 
-    Conversations are written in the format whose marks the vocabulary has: ChatML, Llama 3, or
-    plain turns. The template that came with a model is not run (it cannot say which ids are the
-    assistant's), and no system prompt is added that was not given.
+    What comes before and after a text is what its tokenizer.json says. Conversations are written
+    by the template that came with the model, else in the format whose marks the vocabulary has
+    (ChatML, Llama 3), else in plain turns.
     """
 
-    def __init__(self, inner: Any, *, end: int | None) -> None:
+    def __init__(
+        self,
+        inner: Any,
+        *,
+        end: int | None,
+        ends: Sequence[int] = (),
+        template: Template | None = None,
+        beside: Mapping[str, str] | None = None,
+    ) -> None:
+        """`end`: what ends a text, if tokenizer.json does not say; `ends`: see `Tokenizer`.
+
+        `beside`: the files that belong to it, texts by names, for an export.
+        """
+        self.beside = beside or {}
         self._inner, self._end = inner, end
+        self._ends = tuple(dict.fromkeys((*ends, *(() if end is None else (end,)))))
         known = inner.get_vocab(with_added_tokens=True)
         self._vocabulary = 1 + max(known.values(), default=-1)
-        self._turns = next(
-            (
-                one
-                for one in _FORMATS
-                if one.opening.partition("{")[0] in known and one.end in known
-            ),
-            _PLAIN,
-        )
+        self.text: str = inner.to_str()
+        """The tokenizer.json."""
+        self._opening, closing = _around(inner)
+        self._closing = closing or (() if end is None else (end,))
+        # It adds what is known now, and may move the places of tokens.
+        inner.post_processor = None
+        self._chat: Chat = template or self._turns(known)
 
     @property
     def vocabulary(self) -> int:
@@ -157,93 +221,118 @@ class SubwordTokenizer:
 
     @property
     def end(self) -> int | None:
+        """The id that ends a text, if there is one."""
         return self._end
 
-    @functools.cached_property
-    def _text(self) -> str:
-        text: str = self._inner.to_str()
-        return text
+    @property
+    def ends(self) -> tuple[int, ...]:
+        return self._ends
 
     @property
+    def opening(self) -> tuple[int, ...]:
+        return self._opening
+
+    @property
+    def closing(self) -> tuple[int, ...]:
+        return self._closing
+
+    @property
+    def reach(self) -> int:
+        return _REACH
+
+    @functools.cached_property
     def fingerprint(self) -> str:
-        return hashlib.sha256(f"{self._end} {self._text}".encode()).hexdigest()
+        parts = [self._end, self.text, self._chat.described]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:
-        return list(self._inner.encode(text, add_special_tokens=False).ids)
+        return [*self._opening, *self._inner.encode(text, add_special_tokens=False).ids]
 
-    def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
-        # The fast form leaves out what we do not need: where in the text each token lies.
-        encoded = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [list(one.ids) for one in encoded]
+    def encode_many(self, passages: Sequence[Passage]) -> list[Encoded]:
+        whole = all(passage.learned is None for passage in passages)
+        # The fast form leaves out where in the text each token lies.
+        encode = self._inner.encode_batch_fast if whole else self._inner.encode_batch
+        found = encode([passage.text for passage in passages], add_special_tokens=False)
+        return [self._framed(passage, one) for passage, one in zip(passages, found, strict=True)]
+
+    def encode_placed(self, texts: Sequence[str]) -> list[Placed]:
+        placed = []
+        for found in self._inner.encode_batch(list(texts), add_special_tokens=False):
+            offsets = found.offsets
+            starts, ends = array("q"), array("q")
+            for start, end in offsets:
+                starts.append(start)
+                ends.append(end)
+            placed.append(Placed(ids=array("q", found.ids), starts=starts, ends=ends))
+        return placed
 
     def decode(self, ids: Iterable[int]) -> str:
         return str(self._inner.decode(list(ids), skip_special_tokens=True))
 
-    def chat(
-        self, messages: Sequence[Message], *, reply: bool = False
-    ) -> tuple[list[int], list[bool]]:
-        return _chat(self, self._turns, messages, reply)
-
-    def pieces(self, messages: Sequence[Message]) -> list[tuple[str, bool]]:
-        return _pieces(self._turns, messages)
+    def conversation(self, messages: Sequence[Message], *, reply: bool = False) -> Passage:
+        text, learned = self._chat.write(messages, reply=reply)
+        return Passage(text=text, learned=learned, opens=not self._chat.complete)
 
     def piece(self, token: int) -> str:
         """How the vocabulary writes an id."""
         return str(self._inner.id_to_token(token))
 
-    def save(self, path: Path) -> None:
-        """Write it as tokenizer.json."""
-        path.write_text(self._text, encoding="utf-8")
+    def token(self, piece: str) -> int | None:
+        """The id that the vocabulary writes so, if there is one."""
+        found = self._inner.token_to_id(piece)
+        return None if found is None else int(found)
+
+    def _framed(self, passage: Passage, found: Any) -> Encoded:
+        before = self._opening if passage.opens else ()
+        after = self._closing if passage.closes else ()
+        ids = [*before, *found.ids, *after]
+        if passage.learned is None:
+            return ids, None
+        inside = _learned(found.offsets, passage.learned)
+        return ids, [False] * len(before) + inside + [True] * len(after)
+
+    def _turns(self, known: Mapping[str, int]) -> Turns:
+        for turns in MARKED:
+            if turns.opening.partition("{")[0] in known and turns.end in known:
+                return turns
+        end = "" if self._end is None else self.piece(self._end)
+        # Only a token that is found in a text can be written into one.
+        written = bool(end) and self._inner.encode(end, add_special_tokens=False).ids == [self._end]
+        return plain_turns(end if written else "")
 
 
-def _pieces(turns: _Turns, messages: Sequence[Message]) -> list[tuple[str, bool]]:
+def _around(inner: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """What the tokenizer puts before and after a text."""
+    found = inner.encode("a")
+    added = [bool(one) for one in found.special_tokens_mask]
+    before = next((place for place, one in enumerate(added) if not one), len(added))
+    after = next((place for place, one in enumerate(reversed(added)) if not one), 0)
+    return tuple(found.ids[:before]), tuple(found.ids[len(added) - after :])
+
+
+def _learned(offsets: Sequence[tuple[int, int]], spans: Spans) -> list[bool]:
+    """Of each token whether one of its characters lies in a span."""
     found = []
-    for message in messages:
-        said = message["role"] == "assistant"
-        found += [
-            (turns.opening.format(role=message["role"]), False),
-            (message["content"] + turns.end, said),
-            (turns.gap, False),
-        ]
+    number = 0
+    for start, end in offsets:
+        while number < len(spans) and spans[number][1] <= start:
+            number += 1
+        found.append(number < len(spans) and spans[number][0] < max(end, start + 1))
     return found
 
 
-def _chat(
-    tokenizer: Tokenizer, turns: _Turns, messages: Sequence[Message], reply: bool
-) -> tuple[list[int], list[bool]]:
-    pieces = _pieces(turns, messages)
-    if reply:
-        pieces.append((turns.opening.format(role="assistant"), False))
-    ids: list[int] = []
-    counts: list[bool] = []
-    for (_, said), piece in zip(
-        pieces, tokenizer.encode_many([text for text, _ in pieces]), strict=True
-    ):
-        ids += piece
-        counts += [said] * len(piece)
-    return ids, counts
-
-
-def read_tokenizer(path: Path, *, end: int | None) -> SubwordTokenizer:
-    """From a tokenizer.json. Raises `SettingsError` where it is missing or malformed."""
-    tokenizers = _library(path)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise SettingsError(
-            f"{path}: there is no such file; put the tokenizer.json of the model beside its weights"
-        ) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"{path}: cannot be read: {error}") from None
+def parse_tokenizer(text: str, where: str) -> Any:
+    """What a tokenizer.json holds. Raises `SettingsError` for what cannot be read."""
+    tokenizers = _library(where)
     try:
         inner = tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # the library raises bare Exception
         raise SettingsError(
-            f"{path}: is no tokenizer that the package tokenizers can read: {error}"
+            f"{where}: is no tokenizer that the package tokenizers can read: {error}"
         ) from None
     inner.no_truncation()
     inner.no_padding()
-    return SubwordTokenizer(inner, end=end)
+    return inner
 
 
 def build_tokenizer(
@@ -253,11 +342,12 @@ def build_tokenizer(
     merges: Sequence[str],
     kinds: Sequence[int],
     split: str,
-    end: int | None,
-) -> SubwordTokenizer:
+    opening: int | None,
+) -> Any:
     """Byte-level BPE from the vocabulary, merges, token types and pre-tokenizer of a GGUF file.
 
-    Raises `SettingsError` for a pre-tokenizer that we do not know.
+    `opening` comes before each text. Raises `SettingsError` for a pre-tokenizer that we do not
+    know.
     """
     tokenizers = _library(where)
     if split not in _SPLITS:
@@ -290,7 +380,12 @@ def build_tokenizer(
     ]
     inner.add_special_tokens([one for one in added if one.special])
     inner.add_tokens([one for one in added if not one.special])
-    return SubwordTokenizer(inner, end=end)
+    if opening is not None and 0 <= opening < len(tokens):
+        token = tokens[opening]
+        inner.post_processor = tokenizers.processors.TemplateProcessing(
+            single=[token, "$A"], pair=[token, "$A", token, "$B"], special_tokens=[(token, opening)]
+        )
+    return inner
 
 
 def bytes_as_subwords() -> SubwordTokenizer:
@@ -303,20 +398,6 @@ def bytes_as_subwords() -> SubwordTokenizer:
     )
     inner.decoder = tokenizers.decoders.ByteLevel()
     return SubwordTokenizer(inner, end=None)
-
-
-def end_of_text(folder: Path, config: Mapping[str, Any]) -> int | None:
-    """The id that ends a text, from config.json or generation_config.json of a model's folder."""
-    found = config.get("eos_token_id")
-    generation = folder / "generation_config.json"
-    if found is None and generation.is_file():
-        try:
-            found = json.loads(generation.read_text(encoding="utf-8")).get("eos_token_id")
-        except (ValueError, AttributeError):
-            raise SettingsError(f"{generation}: is not a JSON object; fetch it anew") from None
-    if isinstance(found, list):
-        found = found[0] if found else None
-    return found if isinstance(found, int) else None
 
 
 def _letter(byte: int) -> str:
@@ -339,6 +420,7 @@ def _library(where: object) -> Any:
         import tokenizers.decoders
         import tokenizers.models
         import tokenizers.pre_tokenizers
+        import tokenizers.processors
     except ModuleNotFoundError:
         raise SettingsError(
             f"{where}: the package tokenizers is not installed, and a pretrained model needs it: "

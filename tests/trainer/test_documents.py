@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import json
+import lzma
+import random
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +15,11 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from trainer.data.documents import BLOCK_BYTES, Part, read_records, read_texts, records_of
+from trainer.config import DataSettings
+from trainer.data.documents import BLOCK_BYTES, read_records, read_texts, records_of
+from trainer.data.encoding import Part
+from trainer.data.files import find_files, format_of
+from trainer.data.source import open_source
 from trainer.settings import SettingsError
 from trainer.tokenizer import BytesTokenizer
 
@@ -20,7 +28,7 @@ class Ended(BytesTokenizer):
     """Bytes, and one more token that ends a text."""
 
     vocabulary = 257
-    end = 256
+    closing = (256,)
 
 
 def read(kind: str, file: Path, text_key: str = "text") -> list[Part]:
@@ -202,6 +210,37 @@ MALFORMED: list[tuple[str, Mapping[str, bytes], str]] = [
         r"bad\.jsonl:2: is not UTF-8 \(byte 24 of",
     ),
     ("jsonl", jsonl("\n\n"), r"bad\.jsonl: holds no records"),
+    (
+        "jsonl",
+        jsonl('{"text": "a"}\n{"n": ' + "7" * 5000 + "}"),
+        r"bad\.jsonl:2: is not JSON: a number with more than 4300 digits; each line must be",
+    ),
+    (
+        "jsonl",
+        jsonl("[" * 100_000 + "]" * 100_000),
+        r"bad\.jsonl:1: is not JSON: nested too deeply; each line must be one whole object",
+    ),
+    ("jsonl", jsonl('{"\\udc80": 1}'), r"bad\.jsonl:1: has neither 'text'.*but '\\udc80'"),
+    (
+        "jsonl",
+        jsonl('{"messages": [{"role": "\\ud800", "content": ""}]}'),
+        r"messages\[0\]\.role: character 0 is half of a surrogate pair",
+    ),
+    (
+        "jsonl",
+        jsonl('{"prompt": "x"}'),
+        r":1: has 'prompt' but no 'completion'; a prompt alone teaches nothing",
+    ),
+    (
+        "jsonl",
+        jsonl('{"prompt": "x", "completion": null}'),
+        r":1: has 'prompt' but no 'completion'",
+    ),
+    (
+        "jsonl",
+        jsonl('{"completion": "x"}'),
+        r":1: has 'completion' but no 'prompt'; add the prompt, which may be \"\"",
+    ),
     ("parquet", {"bad.parquet": b""}, r"bad\.parquet: cannot be read as a Parquet file"),
     (
         "parquet",
@@ -257,3 +296,113 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     """A folder, or a file of another user."""
     with pytest.raises(SettingsError, match="cannot be read as text"):
         list(texts([tmp_path / "gone.txt"]))
+
+
+def test_the_first_ten_mistakes_are_told_and_the_others_counted(tmp_path: Path) -> None:
+    """Of a million lines with a thousand bad ones, each start told one."""
+    lines = [json.dumps({"text": str(n)}) if n % 2 else "{" for n in range(3000)]
+    (tmp_path / "bad.jsonl").write_text("\n".join(lines))
+    with pytest.raises(SettingsError) as caught:
+        read("jsonl", tmp_path / "bad.jsonl")
+    problems = caught.value.problems
+    assert len(problems) == 11
+    assert [f"bad.jsonl:{number}: is not JSON" in problems[number // 2] for number in range(1, 20)]
+    assert problems[-1] == "1490 more records: 1500 of 3000 cannot be used in all"
+
+
+ROWS = [{"text": "one"}, {"text": "twö"}]
+LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
+PACKED: dict[str, bytes] = {
+    "a.jsonl.gz": gzip.compress(LINES),
+    "a.ndjson.bz2": bz2.compress(LINES),
+    "a.jsonl.xz": lzma.compress(LINES),
+    "a.json": json.dumps(ROWS, indent=1).encode(),
+    "b.json": b"\xef\xbb\xbf \n" + json.dumps(ROWS).encode(),
+    "a.json.gz": gzip.compress(json.dumps(ROWS).encode()),
+    "lines.json": LINES,
+}
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_records_are_read_from_packed_files_and_from_arrays(name: str, tmp_path: Path) -> None:
+    """The compressed bytes themselves were learned, without a word."""
+    (tmp_path / name).write_bytes(PACKED[name])
+    settings = DataSettings.model_validate({"path": name})
+    kind = format_of(settings, tmp_path)
+    assert kind == "jsonl"
+    (file,) = find_files(settings, kind, tmp_path)
+    assert [bytes(part.tokens[:-1]).decode() for part in read(kind, file)] == ["one", "twö"]
+
+
+def test_packed_text_is_unpacked_before_its_tail_is_held_out(tmp_path: Path) -> None:
+    """Its length is that of the text."""
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"a" * 90 + b"b" * 10))
+    found = list(texts([tmp_path / "a.txt.gz"], fraction=0.1))
+    assert found == [(False, "a" * 90 + "|"), (True, "b" * 10 + "|")]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "complaint"),
+    [
+        ("a.txt", random.Random(0).randbytes(5000), r"a\.txt: is not UTF-8"),
+        ("a.txt", "utf-16".encode("utf-16-le") * 50, r"a\.txt: is no text: byte 1 of the file is"),
+        ("a.txt", gzip.compress(LINES), r"a\.txt: is compressed by gzip; let its name end in \.gz"),
+        ("a.txt", b"\x28\xb5\x2f\xfd....", r"a\.txt: is compressed by zstd, which is not read"),
+        ("a.txt", b"PK\x03\x04....", r"a\.txt: is a zip archive, which is not read; unpack it"),
+        ("a.txt.gz", b"no gzip at all", r"a\.txt\.gz: cannot be read as text: Not a gzipped file"),
+        ("a.txt.gz", gzip.compress(LINES * 99)[:-20], r"a\.txt\.gz: cannot be read as text: Compr"),
+        ("a.txt.xz", lzma.compress(LINES * 99)[:-20], r"a\.txt\.xz: cannot be read as text"),
+        (
+            "a.jsonl.gz",
+            gzip.compress(LINES * 99)[:-20],
+            r"a\.jsonl\.gz: cannot be read as JSON Lin",
+        ),
+        ("a.json", b'[{"text": "a"}', r"a\.json: is not JSON: .*; it must be one array of rec"),
+        ("a.json", b"[5]", r"a\.json, record 0: is 5, expected a JSON object"),
+    ],
+)
+@pytest.mark.parametrize("packing", ["auto", "documents"])
+def test_what_is_no_text_is_refused_by_name(
+    name: str, content: bytes, complaint: str, packing: str, tmp_path: Path
+) -> None:
+    """Noise was learned as if it were text: the quick way for bytes did not look at them."""
+    (tmp_path / name).write_bytes(content)
+    settings = DataSettings.model_validate(
+        {"path": name, "packing": packing, "batch_size": 1, "sequence_length": 8}
+    )
+    with pytest.raises(SettingsError, match=complaint):
+        open_source(settings, BytesTokenizer(), tmp_path, seed=1, held_out_batches=1)
+
+
+def test_linked_folders_are_followed_once_and_loops_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Half of a data set lay behind a link to another disk, and was left out without a word."""
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "disk" / "far.jsonl").write_bytes(LINES)
+    (tmp_path / "data" / "sub").mkdir(parents=True)
+    (tmp_path / "data" / "near.jsonl").write_bytes(LINES)
+    (tmp_path / "data" / "linked").symlink_to(tmp_path / "disk")
+    (tmp_path / "data" / "sub" / "again").symlink_to(tmp_path / "disk")
+    (tmp_path / "data" / "sub" / "up").symlink_to(tmp_path / "data")
+    settings = DataSettings.model_validate({"path": "data"})
+    assert format_of(settings, tmp_path) == "jsonl"
+    found = find_files(settings, "jsonl", tmp_path)
+    names = [path.relative_to(tmp_path / "data").as_posix() for path in found]
+    assert names == ["linked/far.jsonl", "near.jsonl"]
+    said = capsys.readouterr().out
+    assert said.count("linked_folder_skipped") == 2
+    assert "sub/again" in said
+    assert "sub/up" in said
+
+
+def test_a_file_about_the_data_does_not_make_a_folder_of_texts_one_of_records(
+    tmp_path: Path,
+) -> None:
+    """A README and a license.json lie beside many a text."""
+    (tmp_path / "about.json").write_text("{}")
+    settings = DataSettings.model_validate({"path": "."})
+    assert format_of(settings, tmp_path) == "jsonl"
+    (tmp_path / "a.txt").write_text("text")
+    assert format_of(settings, tmp_path) == "text"
+    assert [file.name for file in find_files(settings, "text", tmp_path)] == ["a.txt"]

@@ -41,7 +41,7 @@ def test_generated_text_is_the_likeliest_token_after_token(tmp_path: Path) -> No
     made = list(generate(found.architecture, params, ids, count=8))
     assert len(made) == 8
     assert made == np.argmax(logits(found, params, ids + made), axis=-1)[3:-1].tolist()
-    stopped = list(generate(found.architecture, params, ids, count=8, end=made[3]))
+    stopped = list(generate(found.architecture, params, ids, count=8, ends=(made[3],)))
     assert stopped == made[: made.index(made[3])]
 
 

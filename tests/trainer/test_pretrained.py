@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
+import resource
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -118,8 +120,9 @@ def test_the_tokenizer_of_a_gguf_file_is_that_of_the_folder(tmp_path: Path) -> N
     assert len(one.encode(" the")) == 1
     assert one.end == other.end == 257
     talk = [{"role": "user", "content": "the in"}, {"role": "assistant", "content": "er"}]
-    ids, counts = one.chat(talk)
-    assert (ids, counts) == other.chat(talk)
+    ((ids, counts),) = one.encode_many([one.conversation(talk)])
+    assert [(ids, counts)] == other.encode_many([other.conversation(talk)])
+    assert counts is not None
     assert [one for one, counted in zip(ids, counts, strict=True) if counted] == [263, 257]
 
 
@@ -254,6 +257,36 @@ def test_a_damaged_folder_is_one_clear_message(
         open_pretrained(str(folder), "/")
     assert len(caught.value.problems) == 1
     assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def nested(depth: int) -> bytes:
+    """A header whose only key holds a list in a list in a list."""
+    text = b"a.deep.list"
+    header = struct.pack("<4sIQQ", b"GGUF", 3, 0, 1) + struct.pack("<Q", len(text)) + text
+    return header + struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * depth + b"\0" * 64
+
+
+def test_lists_without_end_in_the_metadata_are_one_clear_message(tmp_path: Path) -> None:
+    """A header of 1 MB ended in a RecursionError of a hundred thousand frames."""
+    (tmp_path / "deep.gguf").write_bytes(nested(100_000))
+    with pytest.raises(SettingsError, match=r"deep\.gguf: is cut short or damaged at byte"):
+        open_pretrained(str(tmp_path / "deep.gguf"), "/")
+
+
+@pytest.mark.parametrize("form", ["folder", "gguf"])
+def test_the_number_of_blocks_is_compared_with_the_tensors_first(form: str, tmp_path: Path) -> None:
+    """Names of twenty million blocks were made before the first of them was looked for."""
+    weights = models.tensors(LLAMA)
+    path = tmp_path / "model"
+    config = {**LLAMA, "num_hidden_layers": 20_000_000}
+    if form == "folder":
+        models.write_folder(path, config, weights)
+    else:
+        path = models.write_gguf(tmp_path / "model.gguf", config, weights)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(SettingsError, match="20000000 blocks, but only"):
+        open_pretrained(str(path), "/")
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000, "kilobytes"
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.3, 0.9, 0.999])

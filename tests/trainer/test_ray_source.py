@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
@@ -15,8 +14,9 @@ import pytest
 from trainer import ray_source
 from trainer.config import DataSettings
 from trainer.data import ray_parts
+from trainer.data.cache_files import write_table
 from trainer.data.source import Source, open_source
-from trainer.data.store import DataUnavailable
+from trainer.data.store import DataDamaged, DataUnavailable
 from trainer.settings import SettingsError
 from trainer.tokenizer import BytesTokenizer
 
@@ -68,7 +68,7 @@ def write_parts(folder: Path, count: int = 2) -> Path:
             {"name": path.name, "rows": rows, "sha256": ray_source._digest_of_file(path)}
             for path, rows in ray_source._write(tables, "squares", out, "text")
         ]
-    (out / ray_parts.MARK).write_text(json.dumps({"parts": parts}))
+    write_table(out / ray_parts.MARK, {"parts": parts})
     return out
 
 
@@ -85,15 +85,29 @@ def test_parts_that_are_there_are_read_and_nothing_is_executed(
         open_(folder)
 
 
-def test_a_damaged_part_is_named_with_the_remedy(folder: Path) -> None:
+def test_a_damaged_part_is_named_and_the_dataset_executed_anew(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Parquet itself would read some flipped bits without a word."""
     out = write_parts(folder)
     content = bytearray((out / "part-00001.parquet").read_bytes())
     content[20] ^= 1
     (out / "part-00001.parquet").write_bytes(content)
-    with pytest.raises(
-        SettingsError, match=r"part-00001\.parquet: is not what was written; remove"
-    ):
+    with pytest.raises(DataDamaged, match=r"part-00001\.parquet: is not what was written"):
+        open_(folder)
+    monkeypatch.setattr(ray_parts, "_execute", None)
+    with pytest.raises(TypeError):
+        open_(folder)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b'{"parts": []}', b'{"parts": 5, "checksum": ""}'])
+def test_a_dataset_whose_list_of_parts_is_damaged_is_executed_anew(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, content: bytes
+) -> None:
+    """A node lost its power, the list was empty, and somebody had to delete it by hand."""
+    (write_parts(folder) / ray_parts.MARK).write_bytes(content)
+    monkeypatch.setattr(ray_parts, "_execute", None)
+    with pytest.raises(TypeError):
         open_(folder)
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import json
 import multiprocessing
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -22,31 +24,42 @@ from hypothesis import strategies as st
 from trainer.config import DataSettings
 from trainer.data import store as stores
 from trainer.data.__main__ import main as prepare
+from trainer.data.cache_files import read_arrays, read_table, write_arrays, write_table
 from trainer.data.corpus import hold_out
-from trainer.data.documents import Part
+from trainer.data.encoding import Part
+from trainer.data.files import was_tokenised
 from trainer.data.rows import PackedRows
 from trainer.data.source import Source, open_source
 from trainer.data.store import DataDamaged, open_or_build
 from trainer.data.windows import Windows
+from trainer.disk_errors import DataUnavailable
+from trainer.failures import describe
 from trainer.settings import SettingsError
-from trainer.tokenizer import BytesTokenizer
+from trainer.tokenizer import BytesTokenizer, Encoded, Passage
 
 GOLDEN = [12, 71, 4, 91, 77, 93]
 
 
+class Ended(BytesTokenizer):
+    """Bytes with an end of text."""
+
+    closing = (256,)
+
+
 class Counting:
-    """Bytes with an end of text, which counts how often it is asked."""
+    """As that, in int32, and counts how often it is asked."""
 
     vocabulary = 257
-    end = 256
+    closing = (256,)
+    reach = 0
     fingerprint = "counting"
 
     def __init__(self) -> None:
         self.asked = 0
 
-    def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
-        self.asked += len(texts)
-        return [list(text.encode()) for text in texts]
+    def encode_many(self, passages: Sequence[Passage]) -> list[Encoded]:
+        self.asked += len(passages)
+        return Ended().encode_many(passages)
 
 
 def open_(folder: Path, tokenizer: Any = None, *, seed: int = 7, **more: Any) -> Source:
@@ -278,7 +291,7 @@ def test_a_restart_tokenises_nothing_again(folder: Path) -> None:
     """A recovery within a fraction of a second cannot wait for gigabytes of text."""
     first, second = Counting(), Counting()
     facts = open_(folder, first).facts()
-    assert first.asked == 240
+    assert first.asked == 120
     assert open_(folder, second).facts() == facts
     assert open_(folder, second, sequence_length=32, packing="none").facts() != facts
     assert second.asked == 0
@@ -314,10 +327,10 @@ def test_a_flipped_bit_is_named_and_the_next_start_makes_the_data_anew(folder: P
     assert np.array_equal(
         open_(folder, tokenizer).train_rows(0, slice(0, 4))["tokens"], undisturbed["tokens"]
     )
-    assert tokenizer.asked == 240
+    assert tokenizer.asked == 120
 
 
-@pytest.mark.parametrize("name", ["store.json", "train.tokens", "train.ends.npy"])
+@pytest.mark.parametrize("name", ["store.json", "train.tokens", "train.ends"])
 def test_a_store_that_lost_a_file_or_half_of_it_is_made_anew(folder: Path, name: str) -> None:
     """A full disk or a careless hand; the files of the user are still there."""
     wanted = open_(folder).facts()
@@ -325,33 +338,182 @@ def test_a_store_that_lost_a_file_or_half_of_it_is_made_anew(folder: Path, name:
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
     tokenizer = Counting()
     assert open_(folder, tokenizer).facts() == wanted
-    assert tokenizer.asked == 240
+    assert tokenizer.asked == 120
 
 
 def test_flipped_ends_of_documents_are_noticed_when_the_store_is_opened(folder: Path) -> None:
     """Documents that end elsewhere would be cut in two."""
     wanted = open_(folder).train_rows(0, slice(0, 4))
-    file = only_store(folder) / "train.ends.npy"
+    file = only_store(folder) / "train.ends"
     content = bytearray(file.read_bytes())
     content[-8] ^= 1
     file.write_bytes(content)
     tokenizer = Counting()
     found = open_(folder, tokenizer).train_rows(0, slice(0, 4))
     assert np.array_equal(found["tokens"], wanted["tokens"])
-    assert tokenizer.asked == 240
+    assert tokenizer.asked == 120
 
 
 def test_a_damaged_plan_is_made_anew(folder: Path) -> None:
     """It is derived from the tokens, so that there is nothing to lose."""
     wanted = open_(folder).train_rows(3, slice(0, 4))["tokens"]
-    damage(next(only_store(folder).glob("train-documents-*.npz")))
+    damage(next(only_store(folder).glob("train-documents-*.plan")))
     assert np.array_equal(open_(folder).train_rows(3, slice(0, 4))["tokens"], wanted)
+
+
+@pytest.mark.parametrize("spoil", [b"", b"\0" * 40, b"no array", None])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("store.json", "train.tokens", "train.tokens.sums", "train.ends", "held_out.counts.sums"),
+        "train-documents-24-2.plan",
+    ],
+)
+def test_a_damaged_or_empty_file_of_the_cache_is_made_anew(
+    folder: Path, name: str, spoil: bytes | None
+) -> None:
+    """A power cut left files without content, and each start ended in EOFError until they were
+    deleted by hand."""
+    wanted = open_(folder).train_rows(3, slice(0, 4))["tokens"]
+    file = only_store(folder) / name
+    if spoil is None:
+        damage(file)
+    else:
+        file.write_bytes(spoil)
+    try:
+        found = open_(folder).train_rows(3, slice(0, 4))["tokens"]
+    except DataDamaged:  # seen when a row is read, and set aside
+        found = open_(folder).train_rows(3, slice(0, 4))["tokens"]
+    assert np.array_equal(found, wanted)
+
+
+def test_a_plan_of_other_tokens_is_not_used(folder: Path) -> None:
+    """Rows beyond the end of the tokens are no rows."""
+    wanted = open_(folder).train_rows(3, slice(0, 4))["tokens"]
+    plan = next(only_store(folder).glob("train-documents-*.plan"))
+    kept = dict(read_arrays(plan, start="<i8", length="<i8", first="<i8"))
+    write_arrays(plan, {**kept, "start": kept["start"] + 100_000})
+    assert np.array_equal(open_(folder).train_rows(3, slice(0, 4))["tokens"], wanted)
+
+
+@pytest.mark.parametrize("dtype", ["O", "|O", "<f4", "V8", 5, None, ["<i4"], "<i8"])
+def test_a_type_that_no_store_has_is_never_mapped(folder: Path, dtype: object) -> None:
+    """Tokens of type "O" are pointers out of a file: the process died of SIGSEGV."""
+    wanted = open_(folder).train_rows(0, slice(0, 4))["tokens"]
+    meta = only_store(folder) / "store.json"
+    write_table(meta, {**read_table(meta), "dtype": dtype})
+    tokenizer = Counting()
+    found = open_(folder, tokenizer).train_rows(0, slice(0, 4))["tokens"]
+    assert np.array_equal(found, wanted)
+    assert tokenizer.asked == 120
+
+
+@pytest.mark.parametrize("name", ["", "store.json", "train.tokens", "train.ends"])
+def test_a_cache_that_others_could_have_written_is_refused(folder: Path, name: str) -> None:
+    """On a shared machine anybody may be first to make a folder of that name."""
+    open_(folder)
+    file = only_store(folder) / name
+    file.chmod(file.stat().st_mode | 0o020)
+    with pytest.raises(SettingsError, match=r"cache: others than its owner may write to .*chmod"):
+        open_(folder)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a file away")
+@pytest.mark.parametrize("name", ["", "store.json", "train.tokens", "train.ends"])
+def test_a_cache_of_another_user_is_refused(folder: Path, name: str) -> None:
+    """What they put there would be trained on."""
+    open_(folder)
+    os.chown(only_store(folder) / name, 12345, -1)
+    with pytest.raises(SettingsError, match=r"cache: .* belongs to the user 12345"):
+        open_(folder)
+
+
+def test_tokenised_data_are_for_their_owner_only(folder: Path) -> None:
+    """They are the texts in another form."""
+    open_(folder)
+    store = only_store(folder)
+    assert store.stat().st_mode & 0o077 == 0
+    assert all(file.stat().st_mode & 0o077 == 0 for file in store.iterdir())
+
+
+# ------------------------------------------------------------------------------- files that go
+
+
+def failing(method: str, number: int, name: str) -> Any:
+    """A method of `Path` that fails with this errno for files of that name."""
+    true = getattr(Path, method)
+
+    def disturbed(self: Path, *more: Any, **named: Any) -> Any:
+        if self.name == name:
+            raise OSError(number, os.strerror(number), str(self))
+        return true(self, *more, **named)
+
+    return disturbed
+
+
+def test_the_cache_serves_when_the_files_were_moved_away(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A job that had tokenised everything failed at its next start for want of the raw text."""
+    wanted = open_(folder).train_rows(3, slice(0, 4))["tokens"]
+    (folder / "data.jsonl").rename(folder / "elsewhere.jsonl")
+    tokenizer = Counting()
+    found = open_(folder, tokenizer).train_rows(3, slice(0, 4))["tokens"]
+    assert np.array_equal(found, wanted)
+    assert tokenizer.asked == 0
+    assert "data_served_from_cache" in capsys.readouterr().out
+    asked = DataSettings(path=("data.jsonl",), batch_size=4, sequence_length=24)
+    assert was_tokenised(asked, folder)
+    assert not was_tokenised(asked.model_copy(update={"text_key": "other"}), folder)
+    with pytest.raises(SettingsError, match="does not exist"):
+        open_(folder, text_key="other")
+
+
+def test_the_cache_serves_when_a_whole_folder_is_gone(folder: Path) -> None:
+    """Its name alone does not tell what was in it."""
+    (folder / "data").mkdir()
+    (folder / "data.jsonl").rename(folder / "data" / "a.jsonl")
+    wanted = open_(folder, path=("data",)).train_rows(3, slice(0, 4))["tokens"]
+    shutil.rmtree(folder / "data")
+    found = open_(folder, path=("data",)).train_rows(3, slice(0, 4))["tokens"]
+    assert np.array_equal(found, wanted)
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN])
+def test_a_file_system_that_stumbles_is_no_mistake_of_the_user(
+    folder: Path, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file server that restarted for a second ended the job for ever."""
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "stat", failing("stat", number, "data.jsonl"))
+        with pytest.raises((DataUnavailable, OSError)) as caught:
+            open_(folder)
+    assert not describe(caught.value).user
+    wanted = open_(folder).train_rows(3, slice(0, 4))["tokens"]
+    monkeypatch.setattr(Path, "stat", failing("stat", number, "data.jsonl"))
+    assert np.array_equal(open_(folder).train_rows(3, slice(0, 4))["tokens"], wanted)
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.ELOOP, errno.ENAMETOOLONG])
+def test_what_only_a_person_can_change_is_a_mistake(
+    folder: Path, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trying again for an hour does not give a right to read."""
+    monkeypatch.setattr(Path, "open", failing("open", number, "data.jsonl"))
+    with pytest.raises(SettingsError, match=r"data\.jsonl: cannot be read as"):
+        open_source(
+            DataSettings(path=("data.jsonl",), batch_size=4, sequence_length=24),
+            Counting(),
+            folder,
+            seed=1,
+            held_out_batches=1,
+        )
 
 
 def test_a_plan_that_cannot_be_kept_is_made_at_every_start(folder: Path) -> None:
     """A cache that somebody else has prepared may be open for reading only."""
     wanted = open_(folder).train_rows(3, slice(0, 4))["tokens"]
-    kept = next(only_store(folder).glob("train-documents-*.npz"))
+    kept = next(only_store(folder).glob("train-documents-*.plan"))
     kept.unlink()
     kept.mkdir()  # nothing can be written in its place
     assert np.array_equal(open_(folder).train_rows(3, slice(0, 4))["tokens"], wanted)
@@ -507,7 +669,7 @@ def test_the_default_job_imports_nothing_of_the_extra() -> None:
 import sys
 from trainer.config import DataSettings
 from trainer.data.source import open_source
-from trainer.tokenizer import BytesTokenizer
+from trainer.tokenizer import BytesTokenizer, Encoded, Passage
 source = open_source(DataSettings(), BytesTokenizer(), "/", seed=0, held_out_batches=1)
 assert source.train_rows(0, slice(0, 2))["tokens"].shape == (2, 129)
 found = {"grain", "pyarrow", "tokenizers", "jax"} & set(sys.modules)

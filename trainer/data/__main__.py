@@ -16,7 +16,7 @@ from pydantic import ConfigDict, Field
 
 from trainer.config import TASK_OF_THE_HOUSE, TrainerSettings
 from trainer.data.source import open_source
-from trainer.data.store import DataUnavailable
+from trainer.disk_errors import DataUnavailable
 from trainer.heartbeat import PASSWORD_VARIABLE
 from trainer.printable import make_tolerant, printable
 from trainer.settings import Section, SettingsError, read_settings

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from trainer.config import DataSettings
 from trainer.data import ray_parts
-from trainer.data.documents import Part, read_records, read_texts, records_of
-from trainer.data.files import find_files
+from trainer.data.cache_files import CacheDamaged, read_table, write_table
+from trainer.data.documents import read_records, read_texts, records_of
+from trainer.data.encoding import Part
+from trainer.data.files import cache_of, find_files, note_of, unreadable
 from trainer.data.rows import PackedRows, Packing
-from trainer.data.store import open_or_build
+from trainer.data.store import DataDamaged, Store, open_or_build, open_store
 from trainer.settings import SettingsError
 from trainer.tokenizer import BytesTokenizer, Tokenizer
 
-_STORE_VERSION = 1
+_STORE_VERSION = 2
 """Another one where the same files give other tokens."""
 
 
@@ -33,7 +36,7 @@ def open_rows(
     ray_address: str,
 ) -> PackedRows:
     """See `trainer.data.source.open_source`; `kind` is the format."""
-    cache = config_dir / Path(settings.cache).expanduser()
+    cache = cache_of(settings, config_dir)
     if kind == "ray":
         train, held_out = (
             ray_parts.executed(names, config_dir, cache, settings.text_key, tick, ray_address)
@@ -58,6 +61,57 @@ def open_rows(
 
     key = _key(settings, kind, tokenizer, train, held_out)
     store = open_or_build(cache, key, tokenizer.vocabulary, parts, tick)
+    _remember(_note_of(settings, tokenizer, config_dir), {"key": key, "kind": kind})
+    return _packed(store, settings, kind, tokenizer, seed, held_out_batches)
+
+
+def open_remembered(
+    settings: DataSettings,
+    tokenizer: Tokenizer,
+    config_dir: Path,
+    *,
+    seed: int,
+    held_out_batches: int,
+) -> PackedRows | None:
+    """What the last start with the same settings has tokenised, whatever became of the files.
+
+    None where there is nothing. Raises `SettingsError` for a cache that is somebody else's.
+    """
+    try:
+        note = read_table(_note_of(settings, tokenizer, config_dir))
+        key, kind = note["key"], note["kind"]
+        if not isinstance(key, str) or Path(key).name != key:
+            return None
+        store = open_store(cache_of(settings, config_dir) / key)
+    except (OSError, CacheDamaged, KeyError, DataDamaged):
+        return None
+    return _packed(store, settings, str(kind), tokenizer, seed, held_out_batches)
+
+
+def _note_of(settings: DataSettings, tokenizer: Tokenizer, config_dir: Path) -> Path:
+    """Where it says which store these settings led to."""
+    ending = hashlib.sha256(f"{_STORE_VERSION} {tokenizer.fingerprint}".encode()).hexdigest()[:16]
+    return note_of(settings, config_dir, ending)
+
+
+def _remember(note: Path, found: Mapping[str, str]) -> None:
+    try:
+        if read_table(note) == found:
+            return
+    except (OSError, CacheDamaged):
+        pass
+    with contextlib.suppress(OSError):  # a cache that is only read will do
+        write_table(note, found)
+
+
+def _packed(
+    store: Store,
+    settings: DataSettings,
+    kind: str,
+    tokenizer: Tokenizer,
+    seed: int,
+    held_out_batches: int,
+) -> PackedRows:
     return PackedRows(
         store,
         _packing(settings, kind),
@@ -99,9 +153,7 @@ def _identity(file: Path) -> tuple[str, int, int]:
     try:
         found = file.stat()
     except OSError as error:
-        raise SettingsError(
-            f"[trainer.data] path: {file} cannot be read: {error.strerror}"
-        ) from None
+        raise unreadable(file, "data", error) from None
     return str(file), found.st_size, found.st_mtime_ns
 
 

@@ -8,46 +8,33 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from trainer.data.files import open_file, size_of, unreadable
+from trainer.data.encoding import Block, Part, encode_blocks, encode_passages
+from trainer.data.files import (
+    EXTRA,
+    READ_ERRORS,
+    open_file,
+    plain_name,
+    size_of,
+    unreadable,
+)
+from trainer.json_text import parse_json
 from trainer.settings import SettingsError
-from trainer.tokenizer import Tokenizer
+from trainer.tokenizer import Passage, Tokenizer
 
 BLOCK_BYTES = 1 << 18
 """Text is encoded in blocks of about this size, each ending with a line."""
 
 _LINE_BYTES = 1 << 16
-_CHARACTERS_AT_ONCE = 1 << 22
-_DRAFTS_AT_ONCE = 1024
 _ROWS_AT_ONCE = 1024
-EXTRA = "pip install 'everstep[finetune]'"
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_TOLD = 10
+"""So many mistakes in the data are told one by one, the others are counted."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """Tokens of a document, in order; `ends` with the last of them.
-
-    `counts` says of each token whether it counts as a target; None: all do.
-    """
-
-    tokens: Sequence[int]
-    counts: Sequence[bool] | None = None
-    held_out: bool = False
-    ends: bool = True
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Draft:
-    """A part that is not yet encoded: texts, and of each whether it counts."""
-
-    pieces: Sequence[tuple[str, bool]]
-    masked: bool = False
-    held_out: bool = False
-    ends: bool = True
-    end_of_text: bool = False
+Record = Mapping[str, Any] | SettingsError
+"""A record as it was read, or what is wrong with it."""
 
 
 def read_texts(
@@ -55,14 +42,15 @@ def read_texts(
 ) -> Iterator[Part]:
     """Each file is a document, and the tail of it another, which is held out.
 
-    Reading stops after `bytes_max` bytes. Both documents end as texts end.
+    Reading stops after `bytes_max` bytes. Both documents begin and end as texts do.
     """
-    return _encoded(_drafts_of_texts(files, held_out_fraction, bytes_max), tokenizer)
+    blocks = _blocks_of_texts(files, held_out_fraction, bytes_max, tokenizer.reach)
+    return encode_blocks(blocks, tokenizer)
 
 
-def _drafts_of_texts(
-    files: Iterable[Path], held_out_fraction: float, bytes_max: int | None
-) -> Iterator[_Draft]:
+def _blocks_of_texts(
+    files: Iterable[Path], held_out_fraction: float, bytes_max: int | None, margin: int
+) -> Iterator[Block]:
     left = bytes_max
     for file in files:
         size = size_of(file)
@@ -71,26 +59,49 @@ def _drafts_of_texts(
             left -= size
         cut = size - int(size * held_out_fraction)
         with open_file(file) as opened:
-            yield from _blocks(opened, file, range(cut), held_out=False)
-            yield from _blocks(opened, file, range(opened.tell(), size), held_out=True)
+            learned = _texts(opened, file, range(cut))
+            yield from _blocks(learned, margin, held_out=False)
+            rest = _texts(opened, file, range(opened.tell(), size))
+            yield from _blocks(rest, margin, held_out=True)
         if left == 0:
             return
 
 
-def _blocks(opened: BinaryIO, file: Path, place: range, *, held_out: bool) -> Iterator[_Draft]:
-    """One document: the bytes at `place`, and what is missing of the last character."""
+def _blocks(texts: Iterator[str], margin: int, *, held_out: bool) -> Iterator[Block]:
+    """One document; each block with `margin` characters of its neighbours."""
+    before, text = "", next(texts, None)
+    first = True
+    while text is not None:
+        following = next(texts, None)
+        yield Block(
+            before=before,
+            text=text,
+            after=(following or "")[:margin],
+            held_out=held_out,
+            first=first,
+            last=following is None,
+        )
+        before, text, first = text[len(text) - min(margin, len(text)) :], following, False
+
+
+def _texts(opened: BinaryIO, file: Path, place: range) -> Iterator[str]:
+    """The bytes at `place`, and what is missing of the last character, in pieces of a fair size."""
     offset = place.start
     while offset < place.stop:
-        block = opened.read(min(BLOCK_BYTES, place.stop - offset))
         # To the end of a line where there is one near, so that no word is cut in two.
-        block += opened.readline(min(_LINE_BYTES, place.stop - offset - len(block)))
-        block += _rest_of_character(opened)
+        wanted = place.stop - offset
+        wanted = wanted if wanted < 2 * BLOCK_BYTES else BLOCK_BYTES
+        try:
+            block = opened.read(wanted)
+            block += opened.readline(min(_LINE_BYTES, place.stop - offset - len(block)))
+            block += _rest_of_character(opened)
+        except READ_ERRORS as error:
+            raise unreadable(file, "text", error) from None
         if not block:
             raise SettingsError(f"{file}: became shorter while it was read; start again")
-        text = _decoded(block, file, offset)
+        text = decoded(block, file, offset)
         offset += len(block)
-        ends = offset >= place.stop
-        yield _Draft(pieces=[(text, True)], held_out=held_out, ends=ends, end_of_text=ends)
+        yield text
 
 
 def _rest_of_character(opened: Any) -> bytes:
@@ -102,57 +113,48 @@ def _rest_of_character(opened: Any) -> bytes:
 
 
 def read_records(
-    records: Iterable[tuple[str, Mapping[str, Any]]], tokenizer: Tokenizer, text_key: str
+    records: Iterable[tuple[str, Record]], tokenizer: Tokenizer, text_key: str
 ) -> Iterator[Part]:
     """Each record is a document: "messages", or "prompt" and "completion", or the text.
 
     Of a conversation only what the assistant says counts, of a pair only the completion. Texts that
-    are empty are passed over. `records` come with the place that they were read at.
+    are empty are passed over. `records` come with the place that they were read at. Raises
+    `SettingsError` with the first mistakes in them, and how many there are, after the last record.
     """
-    drafts = (_document(record, where, tokenizer, text_key) for where, record in records)
-    return _encoded((draft for draft in drafts if draft.pieces), tokenizer)
+    return encode_passages(_passages(records, tokenizer, text_key), tokenizer)
 
 
-def _encoded(drafts: Iterable[_Draft], tokenizer: Tokenizer) -> Iterator[Part]:
-    """Encode many at once, which the tokenizer spreads over the cores; in the same order."""
-    group: list[_Draft] = []
-    size = 0
-    for draft in drafts:
-        group.append(draft)
-        size += sum(len(text) for text, _ in draft.pieces)
-        if size >= _CHARACTERS_AT_ONCE or len(group) >= _DRAFTS_AT_ONCE:
-            yield from _encoded_group(group, tokenizer)
-            group, size = [], 0
-    yield from _encoded_group(group, tokenizer)
+def _passages(
+    records: Iterable[tuple[str, Record]], tokenizer: Tokenizer, text_key: str
+) -> Iterator[Passage | None]:
+    problems: list[str] = []
+    number = bad = 0
+    for number, (where, record) in enumerate(records, 1):
+        try:
+            if isinstance(record, SettingsError):
+                raise record
+            passage = _passage(record, where, tokenizer, text_key)
+        except SettingsError as error:
+            bad += 1
+            if bad <= _TOLD:
+                problems += error.problems
+        else:
+            if passage is not None and not bad:
+                yield passage
+        if bad and number % _ROWS_AT_ONCE == 0:
+            yield None
+    if bad > _TOLD:
+        problems.append(f"{bad - _TOLD} more records: {bad} of {number} cannot be used in all")
+    if problems:
+        raise SettingsError(*problems)
 
 
-def _encoded_group(group: Sequence[_Draft], tokenizer: Tokenizer) -> Iterator[Part]:
-    end = [] if tokenizer.end is None else [tokenizer.end]
-    encoded = iter(tokenizer.encode_many([text for draft in group for text, _ in draft.pieces]))
-    for draft in group:
-        tokens: list[int] = []
-        counts: list[bool] = []
-        for _, counted in draft.pieces:
-            ids = next(encoded)
-            tokens += ids
-            counts += [counted] * len(ids)
-        if draft.end_of_text:
-            tokens += end
-            counts += [True] * len(end)
-        yield Part(
-            tokens=tokens,
-            counts=counts if draft.masked else None,
-            held_out=draft.held_out,
-            ends=draft.ends,
-        )
-
-
-def records_of(kind: str, files: Sequence[Path], text_key: str) -> Iterator[tuple[str, Any]]:
+def records_of(kind: str, files: Sequence[Path], text_key: str) -> Iterator[tuple[str, Record]]:
     """The records of files of `kind` (a format but "text"), each with its place.
 
     Raises `SettingsError` where there is none.
     """
-    read = {"jsonl": _json_lines, "dataset": _saved_dataset}.get(kind, _parquet)
+    read = {"jsonl": _json, "dataset": _saved_dataset}.get(kind, _parquet)
     empty = True
     for file in files:
         for one in read(file, text_key):
@@ -165,29 +167,49 @@ def records_of(kind: str, files: Sequence[Path], text_key: str) -> Iterator[tupl
 # ------------------------------------------------------------------------------- one record
 
 
-def _document(record: Mapping[str, Any], where: str, tokenizer: Tokenizer, text_key: str) -> _Draft:
+def _passage(
+    record: Mapping[str, Any], where: str, tokenizer: Tokenizer, text_key: str
+) -> Passage | None:
+    """None where there is nothing to learn. Raises `SettingsError` for a malformed one."""
     if record.get("messages") is not None:
         return _conversation(record["messages"], f"{where}: messages", tokenizer)
-    if "prompt" in record and "completion" in record:
-        prompt, completion = record["prompt"], record["completion"]
-        if isinstance(prompt, list) and isinstance(completion, list):
-            return _conversation([*prompt, *completion], f"{where}: prompt, completion", tokenizer)
-        before = _as_text(prompt, f"{where}: prompt")
-        after = _as_text(completion, f"{where}: completion")
-        if not after and tokenizer.end is None:
-            raise SettingsError(f"{where}: completion is empty; there is nothing to learn from it")
-        return _Draft(pieces=[(before, False), (after, True)], masked=True, end_of_text=True)
+    if record.get("prompt") is not None and record.get("completion") is not None:
+        return _pair(record["prompt"], record["completion"], where, tokenizer)
     if text_key not in record:
-        raise SettingsError(
-            f"{where}: has neither {text_key!r}, nor messages, nor prompt and completion, but "
-            f"{', '.join(map(repr, record)) or 'nothing'}; name the key of the text in "
-            "[trainer.data] text_key"
-        )
+        raise SettingsError(_lacking(record, where, text_key))
     text = _as_text(record[text_key], f"{where}: {text_key}")
-    return _Draft(pieces=[(text, True)] if text else [], end_of_text=True)
+    return Passage(text=text, closes=True) if text else None
 
 
-def _conversation(messages: object, where: str, tokenizer: Tokenizer) -> _Draft:
+def _pair(prompt: object, completion: object, where: str, tokenizer: Tokenizer) -> Passage:
+    if isinstance(prompt, list) and isinstance(completion, list):
+        return _conversation([*prompt, *completion], f"{where}: prompt, completion", tokenizer)
+    before = _as_text(prompt, f"{where}: prompt")
+    after = _as_text(completion, f"{where}: completion")
+    if not after and not tokenizer.closing:
+        raise SettingsError(f"{where}: completion is empty; there is nothing to learn from it")
+    text = before + after
+    return Passage(text=text, learned=((len(before), len(text)),), closes=True)
+
+
+def _lacking(record: Mapping[str, Any], where: str, text_key: str) -> str:
+    for one, other in (("prompt", "completion"), ("completion", "prompt")):
+        if one in record and record.get(other) is None:
+            remedy = (
+                "a prompt alone teaches nothing: add the completion, or set [trainer.data] "
+                f'text_key = "{one}" to learn it as a text'
+                if one == "prompt"
+                else f'add the prompt, which may be "", or set [trainer.data] text_key = "{one}"'
+            )
+            return f"{where}: has {one!r} but no {other!r}; {remedy}"
+    return (
+        f"{where}: has neither {text_key!r}, nor messages, nor prompt and completion, but "
+        f"{', '.join(map(repr, record)) or 'nothing'}; name the key of the text in "
+        "[trainer.data] text_key"
+    )
+
+
+def _conversation(messages: object, where: str, tokenizer: Tokenizer) -> Passage:
     if not isinstance(messages, list) or not messages:
         raise SettingsError(f"{where}: is {_shown(messages)}, expected a list of messages")
     for number, message in enumerate(messages):
@@ -202,7 +224,10 @@ def _conversation(messages: object, where: str, tokenizer: Tokenizer) -> _Draft:
             f'{where}: nothing in it has the role "assistant", and only that is learned; its roles '
             f"are {', '.join(sorted({message['role'] for message in messages}))}"
         )
-    return _Draft(pieces=tokenizer.pieces(messages), masked=True)
+    try:
+        return tokenizer.conversation(messages)
+    except SettingsError as error:
+        raise SettingsError(*(f"{where}: {problem}" for problem in error.problems)) from None
 
 
 def _as_text(value: object, where: str) -> str:
@@ -221,37 +246,87 @@ def _as_text(value: object, where: str) -> str:
 def _shown(value: object) -> str:
     if value is None:
         return "missing or null"
-    text = json.dumps(value, default=str)
+    try:
+        text = json.dumps(value, default=str)
+    except RecursionError:
+        text = "a value nested too deeply"
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 # ------------------------------------------------------------------------------- one file
 
 
-def _json_lines(file: Path, _: str) -> Iterator[tuple[str, Any]]:
+def _json(file: Path, text_key: str) -> Iterator[tuple[str, Record]]:
+    """JSON Lines; a .json file may be one array of records instead."""
+    if plain_name(file).endswith(".json") and _begins_with_bracket(file):
+        return _json_array(file)
+    return _json_lines(file)
+
+
+def _begins_with_bracket(file: Path) -> bool:
+    with open_file(file) as opened:
+        try:
+            start = opened.read(_LINE_BYTES)
+        except READ_ERRORS as error:
+            raise unreadable(file, "JSON", error) from None
+    return start.removeprefix(_BYTE_ORDER_MARK).lstrip().startswith(b"[")
+
+
+def _json_array(file: Path) -> Iterator[tuple[str, Record]]:
+    """Read as a whole: an array cannot be read in part."""
+    with open_file(file) as opened:
+        try:
+            text = opened.read().removeprefix(_BYTE_ORDER_MARK)
+            found = parse_json(text)
+        except READ_ERRORS as error:
+            raise unreadable(file, "JSON", error) from None
+        except ValueError as error:
+            raise SettingsError(
+                f"{file}: is not JSON: {error}; it must be one array of records, or one record in "
+                "each line"
+            ) from None
+    for number, record in enumerate(found):
+        where = f"{file}, record {number}"
+        yield where, _as_record(record, where)
+
+
+def _json_lines(file: Path) -> Iterator[tuple[str, Record]]:
     offset = 0
     with open_file(file) as opened:
-        for number, line in enumerate(opened, 1):
+        lines = enumerate(opened, 1)
+        while True:
+            try:
+                number, line = next(lines)
+            except StopIteration:
+                return
+            except READ_ERRORS as error:
+                raise unreadable(file, "JSON Lines", error) from None
             where = f"{file}:{number}"
             if offset == 0:
-                line = line.removeprefix(b"\xef\xbb\xbf")  # a byte order mark
-            text = _decoded(line, file, offset, f":{number}")
-            offset += len(line)
-            if not text.strip():
-                continue
+                line = line.removeprefix(_BYTE_ORDER_MARK)
             try:
-                record = json.loads(text)
-            except json.JSONDecodeError as error:
-                raise SettingsError(
-                    f"{where}: is not JSON: {error.msg} (column {error.colno}); each line must be "
-                    "one whole object"
-                ) from None
-            if not isinstance(record, dict):
-                raise SettingsError(f"{where}: is {_shown(record)}, expected a JSON object")
-            yield where, record
+                text = decoded(line, file, offset, f":{number}")
+                if text.strip():
+                    yield where, _as_record(parse_json(text), where)
+            except SettingsError as error:
+                yield where, error
+            except ValueError as error:
+                yield (
+                    where,
+                    SettingsError(
+                        f"{where}: is not JSON: {error}; each line must be one whole object"
+                    ),
+                )
+            offset += len(line)
 
 
-def _parquet(file: Path, text_key: str) -> Iterator[tuple[str, Any]]:
+def _as_record(value: object, where: str) -> Record:
+    if isinstance(value, dict):
+        return value
+    return SettingsError(f"{where}: is {_shown(value)}, expected a JSON object")
+
+
+def _parquet(file: Path, text_key: str) -> Iterator[tuple[str, Record]]:
     pyarrow = _pyarrow()
     try:
         with pyarrow.parquet.ParquetFile(file) as opened:
@@ -262,7 +337,7 @@ def _parquet(file: Path, text_key: str) -> Iterator[tuple[str, Any]]:
         raise unreadable(file, "a Parquet file", error) from None
 
 
-def _saved_dataset(folder: Path, text_key: str) -> Iterator[tuple[str, Any]]:
+def _saved_dataset(folder: Path, text_key: str) -> Iterator[tuple[str, Record]]:
     """A folder of `save_to_disk`: Arrow streams and a state.json that names them in order.
 
     Of a folder of several splits it is the one called "train".
@@ -292,7 +367,7 @@ def _saved_dataset(folder: Path, text_key: str) -> Iterator[tuple[str, Any]]:
             raise unreadable(file, "an Arrow file of a saved dataset", error) from None
 
 
-def _rows(batches: Iterable[Any], file: str) -> Iterator[tuple[str, Any]]:
+def _rows(batches: Iterable[Any], file: str) -> Iterator[tuple[str, Record]]:
     number = 0
     for batch in batches:
         for record in batch.to_pylist():
@@ -326,7 +401,7 @@ def _pyarrow() -> Any:
 
 def _json_of(file: Path) -> dict[str, Any]:
     try:
-        found = json.loads(file.read_bytes())
+        found = parse_json(file.read_bytes())
     except (OSError, ValueError) as error:
         raise unreadable(file, "a file of a saved dataset", error) from None
     if not isinstance(found, dict):
@@ -334,11 +409,18 @@ def _json_of(file: Path) -> dict[str, Any]:
     return found
 
 
-def _decoded(block: bytes, file: Path, offset: int, line: str = "") -> str:
+def decoded(block: bytes, file: Path, offset: int, line: str = "") -> str:
+    """The text of some bytes of a file; raises `SettingsError` for what is no text."""
     try:
-        return block.decode()
+        text = block.decode()
     except UnicodeDecodeError as error:
         raise SettingsError(
             f"{file}{line}: is not UTF-8 (byte {offset + error.start} of the file); save it as "
             "UTF-8, or take it out of [trainer.data] path"
         ) from None
+    if (place := block.find(0)) >= 0:
+        raise SettingsError(
+            f"{file}{line}: is no text: byte {offset + place} of the file is zero; save it as "
+            "UTF-8, or take it out of [trainer.data] path"
+        )
+    return text

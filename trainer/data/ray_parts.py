@@ -8,16 +8,22 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import json
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import cast
 
-from trainer.data.store import DataUnavailable, locked, new_directory
+import structlog
+
+from trainer.data.cache_files import CacheDamaged, read_table
+from trainer.data.store import locked, new_directory, set_aside
+from trainer.disk_errors import DataUnavailable
 from trainer.settings import SettingsError
+
+log = structlog.get_logger()
 
 MARK = "parts.json"
 """Written last: names the parts in order."""
@@ -45,10 +51,10 @@ def executed(
     found = []
     for name in names:
         folder = folder_of(name, config_dir, cache, text_key)
-        if not (folder / MARK).is_file():
+        if not _is_executed(folder):
             cache.mkdir(mode=0o700, parents=True, exist_ok=True)
             with locked(cache / f"{folder.name}.lock", tick):
-                if not (folder / MARK).is_file():
+                if not _is_executed(folder):
                     with new_directory(folder) as draft:
                         options = ["--out", str(draft), "--text-key", text_key]
                         command = [name, *options, "--address", address]
@@ -79,27 +85,42 @@ def folder_of(name: str, config_dir: Path, cache: Path, text_key: str) -> Path:
 
 
 def verify(parts: Sequence[Path]) -> None:
-    """Compare the parts with their digests; raises `SettingsError` that names a damaged one."""
+    """Compare the parts with their digests; a damaged one is named by a `DataDamaged`.
+
+    The folder is set aside then, and the next start executes the dataset anew.
+    """
     for folder in dict.fromkeys(part.parent for part in parts):
         for one in _read_mark(folder):
             with (folder / one["name"]).open("rb") as opened:
                 digest = hashlib.file_digest(opened, "sha256").hexdigest()
             if digest != one["sha256"]:
-                raise SettingsError(
-                    f"{folder / one['name']}: is not what was written; remove the folder "
-                    f"{folder.name}, and the next start executes the Ray Dataset anew"
-                )
+                raise set_aside(folder, one["name"], folder.stat().st_ino)
+
+
+def _is_executed(folder: Path) -> bool:
+    """Whether the parts are there; a mark that is damaged is none."""
+    try:
+        return bool(_read_mark(folder))
+    except FileNotFoundError:
+        return False
+    except CacheDamaged as error:
+        log.warning("ray_dataset_damaged", folder=str(folder), why=str(error))
+        return False
 
 
 def _read_mark(folder: Path) -> list[dict[str, str]]:
-    try:
-        parts: list[dict[str, str]] = json.loads((folder / MARK).read_text())["parts"]
-    except (OSError, ValueError, KeyError) as error:
-        raise SettingsError(
-            f"{folder / MARK}: cannot be read: {error}; remove the folder {folder.name}, and the "
-            "next start executes the Ray Dataset anew"
-        ) from None
-    return parts
+    parts = read_table(folder / MARK).get("parts")
+    named = isinstance(parts, list) and all(
+        isinstance(one, dict) and isinstance(one.get("sha256"), str) and _is_beside(one.get("name"))
+        for one in parts
+    )
+    if not named:
+        raise CacheDamaged(MARK)
+    return cast("list[dict[str, str]]", parts)
+
+
+def _is_beside(name: object) -> bool:
+    return isinstance(name, str) and Path(name).name == name
 
 
 def _execute(

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Literal
-from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import NDArray
 
 from trainer.config import DataSettings
 from trainer.data import plan
+from trainer.data.cache_files import CacheDamaged, read_arrays, write_arrays
+from trainer.data.files import EXTRA
 from trainer.data.plan import Pieces, Plan
 from trainer.data.store import Store, Tokens
 from trainer.settings import SettingsError
 
 Packing = Literal["stream", "documents", "none"]
 
-EXTRA = "pip install 'everstep[finetune]'"
-_PLAN_VERSION = 1
+_PLAN_VERSION = 2
 """Another one where the same store gives other rows."""
 
 
@@ -122,22 +122,15 @@ class PackedRows:
 
     def _plan(self, half: str, tokens: Tokens) -> Plan:
         """The plan of one half, kept beside the tokens: a million documents take a second."""
-        name = f"{half}-{self._packing}-{self._length}-{_PLAN_VERSION}.npz"
-        path = self._store.path / name
+        path = self._store.path / f"{half}-{self._packing}-{self._length}-{_PLAN_VERSION}.plan"
         try:
-            with np.load(path) as kept:
-                pieces = Pieces(start=kept["start"], length=kept["length"])
-                return Plan(pieces=pieces, first=kept["first"])
-        except (OSError, BadZipFile, ValueError, KeyError):
+            return _kept_plan(path, len(tokens))
+        except (OSError, CacheDamaged):
             made = _make_plan(self._packing, tokens, self._length)
-        draft = path.with_name(f"{name}.{os.getpid()}")
         with contextlib.suppress(OSError):  # a cache that is only read will do
-            with draft.open("wb") as opened:
-                pieces = made.pieces
-                np.savez(opened, start=pieces.start, length=pieces.length, first=made.first)
-            draft.replace(path)
-        with contextlib.suppress(OSError):
-            draft.unlink(missing_ok=True)  # it could not take its place
+            pieces = made.pieces
+            arrays = {"start": pieces.start, "length": pieces.length, "first": made.first}
+            write_arrays(path, arrays)
         return made
 
     def _refuse_too_few(self, settings: DataSettings) -> None:
@@ -157,6 +150,18 @@ class PackedRows:
             "batch_size or sequence_length, another held_out_fraction, or held-out data in "
             "held_out_path"
         )
+
+
+def _kept_plan(path: Path, tokens: int) -> Plan:
+    """Raises `CacheDamaged` for one that is of other tokens, and OSError."""
+    kept = read_arrays(path, start="<i8", length="<i8", first="<i8")
+    start, length, first = kept["start"], kept["length"], kept["first"]
+    whole = len(start) == len(length) and len(first) and first[0] == 0 and first[-1] == len(start)
+    if not whole or (np.diff(first) < 0).any():
+        raise CacheDamaged(path.name)
+    if len(start) and (start.min() < 0 or length.min() < 2 or (start + length).max() > tokens):
+        raise CacheDamaged(path.name)
+    return Plan(pieces=Pieces(start=start, length=length), first=first)
 
 
 def _make_plan(packing: Packing, tokens: Tokens, length: int) -> Plan:

@@ -6,12 +6,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+import structlog
 from numpy.typing import NDArray
 
 from trainer.config import DataSettings
-from trainer.data.files import format_of
+from trainer.data.files import DataMissing, format_of
 from trainer.data.windows import Windows, read_text
+from trainer.disk_errors import DataUnavailable, may_pass
 from trainer.tokenizer import BytesTokenizer, Tokenizer
+
+log = structlog.get_logger()
 
 Rows = dict[str, NDArray[Any]]
 """Rows of a batch, L = `sequence_length`; the first axis is the row.
@@ -60,9 +64,44 @@ def open_source(
 
     What must be read, executed or tokenised first is kept in `settings.cache`, so that only the
     first start waits for it; `tick` is called while that goes on, and a Ray Dataset is executed at
-    `ray_address`, by default on this machine. Raises `SettingsError` for data
-    that are missing, malformed, or too few for one global batch.
+    `ray_address`, by default on this machine. Where the files are gone or cannot be reached, what
+    was tokenised of them before will do. Raises `SettingsError` for data that are missing,
+    malformed, or too few for one global batch, and `DataUnavailable` where a retry may help.
     """
+    try:
+        return _open(
+            settings,
+            tokenizer,
+            Path(config_dir),
+            seed=seed,
+            held_out_batches=held_out_batches,
+            tick=tick,
+            ray_address=ray_address,
+        )
+    except (DataMissing, DataUnavailable, OSError) as error:
+        if isinstance(error, OSError) and not may_pass(error):
+            raise
+        from trainer.data.corpus import open_remembered
+
+        found = open_remembered(
+            settings, tokenizer, Path(config_dir), seed=seed, held_out_batches=held_out_batches
+        )
+        if found is None:
+            raise
+        log.warning("data_served_from_cache", why=str(error))
+        return found
+
+
+def _open(
+    settings: DataSettings,
+    tokenizer: Tokenizer,
+    config_dir: Path,
+    *,
+    seed: int,
+    held_out_batches: int,
+    tick: Callable[[], None],
+    ray_address: str,
+) -> Source:
     kind = format_of(settings, config_dir)
     if _as_windows(settings, kind, tokenizer):
         text = read_text(settings, str(config_dir))
@@ -73,7 +112,7 @@ def open_source(
         settings,
         kind,
         tokenizer,
-        Path(config_dir),
+        config_dir,
         seed=seed,
         held_out_batches=held_out_batches,
         tick=tick,

@@ -7,17 +7,15 @@ are checked block by block when a block is first read: a damaged one is set asid
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import hashlib
-import json
 import os
 import shutil
 import time
 import zlib
 from array import array
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +23,20 @@ import numpy as np
 import structlog
 from numpy.typing import NDArray
 
-from trainer.data.documents import Part
+from trainer.data.cache_files import (
+    CacheDamaged,
+    blocks_of,
+    check_owner,
+    is_count,
+    map_array,
+    owner_only,
+    read_arrays,
+    read_table,
+    write_arrays,
+    write_table,
+)
+from trainer.data.encoding import Part
+from trainer.disk_errors import DataUnavailable, may_pass
 from trainer.settings import SettingsError
 from trainer.whole import flush
 
@@ -37,19 +48,10 @@ BLOCK_BYTES = 1 << 16
 _META = "store.json"
 _PATIENCE_S = 0.2
 _DAMAGED = "damaged-"
-_NO_PLACE = frozenset(
-    {
-        *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.EISDIR),
-        *(errno.ENOSPC, errno.EDQUOT, errno.ENAMETOOLONG),
-    }
-)
-"""Errors of the cache that stay until somebody does something about them."""
+_DTYPES = ("|u1", "<u2", "<i4")
+"""Of tokens, by the size of the vocabulary."""
 
 Ids = NDArray[Any]
-
-
-class DataUnavailable(Exception):
-    """Nobody's mistake: the next start may succeed."""
 
 
 class DataDamaged(DataUnavailable):
@@ -104,11 +106,10 @@ class _Checked:
     def __init__(self, store: Path, name: str, dtype: str, size: int) -> None:
         self._store, self._path = store, store / name
         self._inode = store.stat().st_ino
-        self.values: Ids = np.zeros(0, dtype)
-        if size:
-            # A plain view: slicing a memmap costs more than the row that is cut out.
-            self.values = np.memmap(self._path, dtype, "r", shape=(size,)).view(np.ndarray)
-        self._sums: NDArray[np.uint32] = np.load(_sums_of(self._path))
+        self.values: Ids = map_array(self._path, dtype, size)
+        self._sums: NDArray[np.uint32] = read_arrays(_sums_of(self._path), sums="<u4")["sums"]
+        if len(self._sums) != blocks_of(self.values.nbytes, BLOCK_BYTES):
+            raise CacheDamaged(_sums_of(self._path).name)
         self._seen = np.zeros(len(self._sums), bool)
         self._of_block = BLOCK_BYTES // self.values.itemsize
 
@@ -147,12 +148,13 @@ def open_or_build(
     """The store `key` in the folder `cache`; where it is not there, `parts` are written to it.
 
     One process of a machine writes, the others wait for it; a writer that dies is followed by the
-    next. `tick` is called meanwhile. Raises `SettingsError` where `cache` cannot be written.
+    next. `tick` is called meanwhile. Raises `SettingsError` where `cache` cannot be written, or
+    belongs to somebody else.
     """
     path = cache / key
     try:
         try:
-            return _open(path)
+            return open_store(path)
         except FileNotFoundError:
             pass
         except DataDamaged as error:
@@ -162,9 +164,9 @@ def open_or_build(
             if not (path / _META).is_file():
                 with new_directory(path) as draft:
                     _write(draft, vocabulary, parts(), tick)
-        return _open(path)
+        return open_store(path)
     except OSError as error:
-        if error.errno not in _NO_PLACE:
+        if may_pass(error):
             raise  # a disk that stumbles may not at the next try
         raise SettingsError(
             f"[trainer.data] cache: {error.filename or path} cannot be used: {error.strerror}; "
@@ -198,7 +200,7 @@ def new_directory(path: Path) -> Iterator[Path]:
     draft = path.with_name(f"{path.name}.partial")
     shutil.rmtree(draft, ignore_errors=True)
     shutil.rmtree(path, ignore_errors=True)  # it lacked its last file, or there would be no draft
-    draft.mkdir(parents=True)
+    draft.mkdir(mode=0o700, parents=True)
     try:
         yield draft
         for file in draft.iterdir():
@@ -226,8 +228,8 @@ class _Half:
     """Writes the tokens of one half."""
 
     def __init__(self, folder: Path, name: str, dtype: str) -> None:
-        self._ids = (folder / f"{name}.tokens").open("wb")
-        self._counts = (folder / f"{name}.counts").open("wb")
+        self._ids = open(folder / f"{name}.tokens", "wb", opener=owner_only)  # noqa: SIM115
+        self._counts = open(folder / f"{name}.counts", "wb", opener=owner_only)  # noqa: SIM115
         self._folder, self._name, self._dtype = folder, name, dtype
         self.ends = array("q")
         self.size = 0
@@ -245,19 +247,17 @@ class _Half:
         if part.ends:
             self.ends.append(self.size)
 
-    def close(self, *, masked: bool) -> int:
-        """Finish the files; the checksum of `ends`, which is always read as a whole."""
+    def close(self, *, masked: bool) -> None:
+        """Finish the files."""
         self._ids.close()
         self._counts.close()
-        ends = np.asarray(self.ends, np.int64)
-        np.save(self._folder / f"{self._name}.ends.npy", ends)
+        write_arrays(_ends_of(self._folder, self._name), {"ends": np.asarray(self.ends, "<i8")})
         for kind in ("tokens", "counts"):
             file = self._folder / f"{self._name}.{kind}"
             if kind == "counts" and not masked:
                 file.unlink()
                 continue
-            np.save(_sums_of(file), np.asarray(list(_sums(file)), np.uint32))
-        return zlib.crc32(ends.data)
+            write_arrays(_sums_of(file), {"sums": np.asarray(list(_sums(file)), "<u4")})
 
 
 def _write(draft: Path, vocabulary: int, parts: Iterator[Part], tick: Callable[[], None]) -> None:
@@ -279,7 +279,8 @@ def _write(draft: Path, vocabulary: int, parts: Iterator[Part], tick: Callable[[
             tick()
             ticked = time.monotonic()
     masked = train.masked or held_out.masked
-    sums = [half.close(masked=masked) for half in (train, held_out)]
+    for half in (train, held_out):
+        half.close(masked=masked)
     shares = seen[seen > 0] / max(1, seen.sum())
     facts = Facts(
         digest=digest.hexdigest(),
@@ -290,42 +291,61 @@ def _write(draft: Path, vocabulary: int, parts: Iterator[Part], tick: Callable[[
         held_out_tokens=held_out.size,
         entropy=round(float(-(shares * np.log(shares)).sum()), 9),
     )
-    (draft / _META).write_text(
-        json.dumps({"dtype": dtype, "ends": sums, **asdict(facts)}, indent=1)
-    )
+    write_table(draft / _META, {"dtype": dtype, **asdict(facts)})
 
 
-def _open(path: Path) -> Store:
+def open_store(path: Path) -> Store:
     """Raises `FileNotFoundError` where there is none, `DataDamaged` where there was one."""
-    text, inode = (path / _META).read_text(), path.stat().st_ino
+    found = path.stat()
+    check_owner(path, found)
+    (path / _META).stat()
     try:
-        raw = json.loads(text)
-        dtype, ends = raw.pop("dtype"), raw.pop("ends")
-        facts = Facts(**raw)
-        train = _half(path, "train", dtype, facts.train_tokens, facts.masked, ends[0])
-        held_out = _half(path, "held_out", dtype, facts.held_out_tokens, facts.masked, ends[1])
-    except (ValueError, TypeError, KeyError, FileNotFoundError) as error:
-        raise set_aside(path, f"{error}", inode) from None
+        table = read_table(path / _META)
+        dtype, facts = table.pop("dtype"), _facts(table)
+        train = _half(path, "train", dtype, facts.train_documents, facts.train_tokens, facts)
+        held_out = _half(
+            path, "held_out", dtype, facts.held_out_documents, facts.held_out_tokens, facts
+        )
+    except (CacheDamaged, KeyError, FileNotFoundError) as error:
+        raise set_aside(path, f"{error}", found.st_ino) from None
     return Store(path=path, facts=facts, train=train, held_out=held_out)
 
 
-def _half(path: Path, name: str, dtype: str, size: int, masked: bool, ends_sum: int) -> Tokens:
-    ends: NDArray[np.int64] = np.load(path / f"{name}.ends.npy")
-    if zlib.crc32(ends.data) != ends_sum:
-        raise ValueError(f"{name}.ends.npy")
+def _facts(table: dict[str, Any]) -> Facts:
+    kinds = {"digest": str, "masked": bool, "entropy": float}
+    wanted = {one.name: kinds.get(one.name, int) for one in fields(Facts)}
+    if {name: type(value) for name, value in table.items()} != wanted:
+        raise CacheDamaged(_META)
+    if not all(is_count(value) for value in table.values() if type(value) is int):
+        raise CacheDamaged(_META)
+    return Facts(**table)
+
+
+def _half(path: Path, name: str, dtype: str, documents: int, size: int, facts: Facts) -> Tokens:
+    ends: NDArray[np.int64] = read_arrays(_ends_of(path, name), ends="<i8")["ends"]
+    rising = not len(ends) or (ends[0] >= 0 and ends[-1] <= size and (np.diff(ends) >= 0).all())
+    if len(ends) != documents or not rising:
+        raise CacheDamaged(_ends_of(path, name).name)
+    if dtype not in _DTYPES:
+        raise CacheDamaged(_META)
     return Tokens(
         _Checked(path, f"{name}.tokens", dtype, size),
-        _Checked(path, f"{name}.counts", "u1", size) if masked else None,
+        _Checked(path, f"{name}.counts", "|u1", size) if facts.masked else None,
         ends,
     )
 
 
 def _dtype(vocabulary: int) -> str:
-    return "u1" if vocabulary <= 1 << 8 else "<u2" if vocabulary <= 1 << 16 else "<i4"
+    bytes_, short, wide = _DTYPES
+    return bytes_ if vocabulary <= 1 << 8 else short if vocabulary <= 1 << 16 else wide
+
+
+def _ends_of(folder: Path, half: str) -> Path:
+    return folder / f"{half}.ends"
 
 
 def _sums_of(file: Path) -> Path:
-    return file.with_name(f"{file.name}.sums.npy")
+    return file.with_name(f"{file.name}.sums")
 
 
 def _sums(file: Path) -> Iterable[int]:

@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer.config import DataSettings
-from trainer.data.files import find_files, open_file, size_of
+from trainer.data.documents import decoded
+from trainer.data.files import READ_ERRORS, find_files, open_file, size_of, unreadable
 from trainer.settings import SettingsError
 
 Bytes = NDArray[np.uint8]
@@ -48,7 +49,12 @@ def read_text(settings: DataSettings, config_dir: str) -> Text:
         if left <= 0:
             break
         with open_file(file) as opened:
-            pieces.append(opened.read(left))
+            try:
+                pieces.append(opened.read(left))
+            except READ_ERRORS as error:
+                raise unreadable(file, "text", error) from None
+        if settings.path:
+            decoded(pieces[-1], file, 0)
         left -= len(pieces[-1])
     cuts = [len(one) - int(len(one) * settings.held_out_fraction) for one in pieces]
     train = b"".join(one[:cut] for one, cut in zip(pieces, cuts, strict=True))

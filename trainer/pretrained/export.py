@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import numpy as np
 from trainer.architecture import STACKED, Architecture
 from trainer.config import MATRICES
 from trainer.pretrained.huggingface import NAMES, ONE_FILE
+from trainer.pretrained.tokenizer_files import ABOUT, TOKENIZER, special_tokens
 from trainer.settings import SettingsError
 from trainer.tokenizer import EXTRA, SubwordTokenizer
 
@@ -22,7 +23,7 @@ def export(
     params: Mapping[str, Any],
     tokenizer: SubwordTokenizer,
 ) -> None:
-    """config.json, model.safetensors (float32), tokenizer.json and tokenizer_config.json.
+    """config.json, model.safetensors (float32), the tokenizer and what came with it.
 
     Our own loader and Hugging Face's read it. Raises `SettingsError` where the folder holds
     something else already.
@@ -36,21 +37,45 @@ def export(
     if folder.is_dir() and any(folder.iterdir()):
         raise SettingsError(f"--out {folder}: is not empty; name a new folder")
     folder.mkdir(parents=True, exist_ok=True)
-    config = config_of(architecture, end=tokenizer.end)
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    tokenizer.save(folder / "tokenizer.json")
-    about: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
-    if tokenizer.end is not None:
-        about["eos_token"] = tokenizer.piece(tokenizer.end)
-    (folder / "tokenizer_config.json").write_text(
-        json.dumps(about, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
-    )
+    about = _about(tokenizer)
+    config = config_of(architecture, ends=tokenizer.ends) | _ids(tokenizer, about)
+    _write_json(folder / "config.json", config)
+    (folder / TOKENIZER).write_text(tokenizer.text, encoding="utf-8")
+    for name, text in tokenizer.beside.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    _write_json(folder / ABOUT, about)
     # Hugging Face looks for the framework in the metadata.
     save_file(tensors_of(architecture, params), folder / ONE_FILE, metadata={"format": "pt"})
     (folder / ONE_FILE).chmod((folder / "config.json").stat().st_mode)  # the library gives 0600
 
 
-def config_of(architecture: Architecture, *, end: int | None) -> dict[str, Any]:
+def _about(tokenizer: SubwordTokenizer) -> dict[str, Any]:
+    """tokenizer_config.json: what the model came with, but that tokenizer.json alone counts.
+
+    Classes of single models would build another tokenizer than the one that was trained with.
+    """
+    about: dict[str, Any] = json.loads(tokenizer.beside.get(ABOUT, "{}"))
+    about.pop("auto_map", None)  # code that is not exported
+    about["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if tokenizer.end is not None:
+        about.setdefault("eos_token", tokenizer.piece(tokenizer.end))
+    return about
+
+
+def _ids(tokenizer: SubwordTokenizer, about: Mapping[str, Any]) -> dict[str, int]:
+    """The ids of the special tokens, as config.json names them."""
+    found = {
+        f"{name}_token_id": tokenizer.token(special_tokens(about).get(f"{name}_token", ""))
+        for name in ("bos", "pad")
+    }
+    return {name: token for name, token in found.items() if token is not None}
+
+
+def _write_json(path: Path, table: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(table, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def config_of(architecture: Architecture, *, ends: Sequence[int]) -> dict[str, Any]:
     """What config.json says of a model."""
     kind = "llama"
     if architecture.attention_bias:
@@ -84,7 +109,7 @@ def config_of(architecture: Architecture, *, end: int | None) -> dict[str, Any]:
         "tie_word_embeddings": architecture.tied,
         "max_position_embeddings": architecture.context or 2048,
         "attention_bias": kind == "qwen2",
-        "eos_token_id": end,
+        "eos_token_id": ends[0] if len(ends) == 1 else list(ends) or None,
         "bos_token_id": None,
         "torch_dtype": "float32",
     }

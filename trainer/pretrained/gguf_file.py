@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer.architecture import Architecture, RopeScaling
+from trainer.chat import Template
 from trainer.pretrained.fields import Fields
 from trainer.pretrained.gguf_header import GgufFile, Place
-from trainer.pretrained.values import Floats, Tensor, Value, gather
+from trainer.pretrained.tokenizer_files import ABOUT, TEMPLATE
+from trainer.pretrained.values import Floats, Tensor, Value, check_blocks, gather
 from trainer.settings import SettingsError
 from trainer.tokenizer import EXTRA, SubwordTokenizer, build_tokenizer
 
@@ -131,6 +134,7 @@ def read_weights(file: GgufFile, architecture: Architecture) -> dict[str, Value]
 
     Raises `SettingsError`.
     """
+    check_blocks(architecture, len(file.places), str(file.path))
     permuted = {}
     if file.metadata["general.architecture"] == "llama":
         for block in range(architecture.layers):
@@ -165,15 +169,44 @@ def tokenizer_of(file: GgufFile) -> SubwordTokenizer:
     kinds = file.metadata.get(f"{prefix}token_type") or [1] * len(tokens)
     if len(kinds) != len(tokens):
         raise SettingsError(f"{file.path}: {prefix}token_type is damaged; fetch it anew")
-    end = file.metadata.get(f"{prefix}eos_token_id")
-    return build_tokenizer(
+    split = str(file.metadata.get(f"{prefix}pre", "gpt-2"))
+    named = {name: _special(file, tokens, name) for name in ("bos", "eos", "eot", "padding")}
+    opening = named["bos"]
+    # llama.cpp puts it before a text where the key is missing, for Llama 3 alone.
+    if not fields.truth(f"{prefix}add_bos_token", split in ("llama-bpe", "llama3")):
+        opening = None
+    inner = build_tokenizer(
         where=str(file.path),
         tokens=tokens,
         merges=merges,
         kinds=kinds,
-        split=str(file.metadata.get(f"{prefix}pre", "gpt-2")),
-        end=end if isinstance(end, int) else None,
+        split=split,
+        opening=opening,
     )
+    about = {
+        f"{'pad' if name == 'padding' else name}_token": tokens[token]
+        for name, token in named.items()
+        if token is not None and name != "eot"
+    }
+    source = file.metadata.get(f"{prefix.removesuffix('ggml.')}chat_template")
+    template = None
+    beside = {ABOUT: json.dumps(about, indent=2, ensure_ascii=False) + "\n"}
+    if isinstance(source, str) and source:
+        template = Template(source, about, str(file.path))
+        beside[TEMPLATE] = source
+    return SubwordTokenizer(
+        inner,
+        end=named["eos"],
+        ends=[token for token in (named["eos"], named["eot"]) if token is not None],
+        template=template,
+        beside=beside,
+    )
+
+
+def _special(file: GgufFile, tokens: Sequence[str], name: str) -> int | None:
+    """A token by what it is for, where the metadata name it."""
+    found = file.metadata.get(f"tokenizer.ggml.{name}_token_id")
+    return found if type(found) is int and 0 <= found < len(tokens) else None
 
 
 def _tensor(

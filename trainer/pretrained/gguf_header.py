@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from trainer.disk_errors import refusal
 from trainer.settings import SettingsError
 
 _VERSIONS = (2, 3)
@@ -31,6 +32,7 @@ _SCALARS = {
     12: "d",
 }
 _TEXT, _ARRAY = 8, 9
+_DEPTH_MAX = 8  # of lists in lists in the metadata; the format knows of none that deep
 _ELEMENTS_MAX = 1 << 26  # of a list in the metadata; more is damage
 
 
@@ -57,7 +59,7 @@ def read_header(path: Path) -> GgufFile:
     try:
         data = np.memmap(path, np.uint8, "r")
     except (OSError, ValueError) as error:
-        raise SettingsError(f"{path}: cannot be read: {error}") from None
+        raise refusal(f"{path}: cannot be read: {error}", error) from None
     cursor = _Cursor(data.data, str(path))
     if bytes(data[:4]) != b"GGUF":
         raise SettingsError(f"{path}: is no GGUF file (it does not begin with GGUF)")
@@ -117,14 +119,14 @@ class _Cursor:
         self.at = end
         return text
 
-    def value(self, kind: int | None = None) -> Any:
+    def value(self, kind: int | None = None, depth: int = 0) -> Any:
         """A value of the metadata, after its type."""
         kind = self.take("I") if kind is None else kind
         if kind in _SCALARS:
             return self.take(_SCALARS[kind])
         if kind == _TEXT:
             return self.text()
-        if kind != _ARRAY:
+        if kind != _ARRAY or depth > _DEPTH_MAX:
             raise self.damaged()
         inner, count = self.take("I"), self.take("Q")
         if count > _ELEMENTS_MAX:
@@ -136,7 +138,7 @@ class _Cursor:
             values = list(layout.unpack_from(self._data, self.at))
             self.at += layout.size
             return values
-        return [self.value(inner) for _ in range(count)]
+        return [self.value(inner, depth + 1) for _ in range(count)]
 
     def damaged(self) -> SettingsError:
         """The error that says so."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,8 @@ from typing import Any
 import numpy as np
 
 from trainer.architecture import Architecture, RopeScaling
+from trainer.disk_errors import refusal
+from trainer.json_text import parse_json
 from trainer.pretrained.fields import Fields
 from trainer.pretrained.values import Floats, Tensor, Value, gather
 from trainer.settings import SettingsError
@@ -203,8 +204,8 @@ def _open(path: Path) -> dict[str, Tensor]:
     except FileNotFoundError:
         raise SettingsError(f"{path}: there is no such file; fetch it anew") from None
     except (OSError, SafetensorError) as error:
-        raise SettingsError(
-            f"{path}: is damaged, cut short, or no safetensors file ({error}); fetch it anew"
+        raise refusal(
+            f"{path}: is damaged, cut short, or no safetensors file ({error}); fetch it anew", error
         ) from None
     tensors: dict[str, Tensor] = {}
     for name, inner in slices.items():
@@ -221,14 +222,14 @@ def _open(path: Path) -> dict[str, Tensor]:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        table = json.loads(path.read_text(encoding="utf-8"))
+        table = parse_json(path.read_bytes())
     except FileNotFoundError:
         raise SettingsError(
             f"{path}: there is no such file; a model's folder holds config.json, *.safetensors and "
             "tokenizer.json"
         ) from None
     except OSError as error:
-        raise SettingsError(f"{path}: cannot be read ({error.strerror})") from None
+        raise refusal(f"{path}: cannot be read ({error.strerror})", error) from None
     except ValueError as error:
         raise SettingsError(f"{path}: is not valid JSON ({error}); fetch it anew") from None
     if not isinstance(table, dict):

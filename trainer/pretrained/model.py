@@ -14,9 +14,10 @@ from typing import Any
 from trainer.architecture import Architecture
 from trainer.pretrained import gguf_file, huggingface
 from trainer.pretrained.gguf_header import read_header
+from trainer.pretrained.tokenizer_files import BESIDE, TOKENIZER, read_tokenizer
 from trainer.pretrained.values import Value
 from trainer.settings import SettingsError
-from trainer.tokenizer import SubwordTokenizer, end_of_text, read_tokenizer
+from trainer.tokenizer import SubwordTokenizer
 
 _PACKAGE = "package:"
 _SAMPLE = 1 << 16  # bytes
@@ -44,13 +45,12 @@ def open_pretrained(name: str, config_dir: str | Path) -> Pretrained:
         config = huggingface.read_config(path)
         architecture = huggingface.architecture_of(path, config)
         values = huggingface.read_weights(path, architecture)
-        files = [path / "config.json", path / "tokenizer.json", *huggingface.weight_files(path)]
-        end = end_of_text(path, config)
-        if not (path / "tokenizer.json").is_file():
-            read_tokenizer(path / "tokenizer.json", end=end)  # says that it is missing
-        reading: Callable[[], SubwordTokenizer] = functools.partial(
-            read_tokenizer, path / "tokenizer.json", end=end
-        )
+        if not (path / TOKENIZER).is_file():
+            read_tokenizer(path, config)  # says that it is missing
+        beside = [path / name for name in BESIDE if (path / name).is_file()]
+        files = [path / "config.json", path / TOKENIZER, *beside]
+        files += huggingface.weight_files(path)
+        reading: Callable[[], SubwordTokenizer] = functools.partial(read_tokenizer, path, config)
     else:
         header = read_header(path)
         architecture = gguf_file.architecture_of(header)

@@ -98,6 +98,15 @@ def names_of(architecture: Architecture, patterns: Mapping[str, str]) -> dict[st
     }
 
 
+def check_blocks(architecture: Architecture, tensors: int, where: str) -> None:
+    """Before a name is made for each tensor of each block. Raises `SettingsError`."""
+    if architecture.layers > tensors:
+        raise SettingsError(
+            f"{where}: the settings of the model say {architecture.layers} blocks, but only "
+            f"{tensors} tensors are there in all; the files are of different models"
+        )
+
+
 def gather(
     architecture: Architecture,
     patterns: Mapping[str, str],
@@ -111,6 +120,7 @@ def gather(
     Raises `SettingsError` that tells all that is missing, superfluous, of another shape or of a
     type that cannot be read. `ignored` are ends of names that mean nothing to the model.
     """
+    check_blocks(architecture, len(tensors), where)
     wanted = names_of(architecture, patterns)
     flat = [name for names in wanted.values() for name in names]
     problems = _told(
