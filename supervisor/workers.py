@@ -170,7 +170,12 @@ class Roster:
                 case "snapshot_failed":
                     yield e.SnapshotFailed(**common, step=step, error=str(record["error"]))
                 case "checkpoint_failed":
-                    yield e.CheckpointFailed(**common, step=step, error=str(record["error"]))
+                    yield e.CheckpointFailed(
+                        **common,
+                        step=step,
+                        error=str(record["error"]),
+                        disk_is_fine=bool(record.get("disk_is_fine")),
+                    )
                 case "numbers_diverged" if len(self.said["numbers_diverged"]) == 1:
                     yield e.NumbersDiverged(
                         **common,

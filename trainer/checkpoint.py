@@ -15,10 +15,11 @@ import os
 import queue
 import re
 import shutil
+import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -97,10 +98,14 @@ class Committed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveFailed:
-    """A checkpoint that does not exist; training goes on without it."""
+    """A checkpoint that does not exist; training goes on without it.
+
+    `disk_is_fine`: as many bytes could be written there afterwards.
+    """
 
     step: int
     error: str
+    disk_is_fine: bool = False
 
 
 def directory_of(job_dir: Path, generation: int, step: int) -> Path:
@@ -193,7 +198,11 @@ class Saver:
                 self._last_committed = step
             except Exception as error:  # whatever it was, it is reported and training goes on
                 text = f"{type(error).__name__}: {error}"
-                outcome = SaveFailed(step=step, error=text[:2000])
+                outcome = SaveFailed(
+                    step=step,
+                    error=text[:2000],
+                    disk_is_fine=_takes(self._job_dir, _size_of(content)),
+                )
                 self._last_error = outcome.error
             if outcome is not None:
                 self._on_outcome(outcome)
@@ -265,6 +274,25 @@ class Saver:
     def _failed(self, part: Path, step: int) -> Path:
         """The mark of this attempt: those of earlier ones, which all ranks made, say nothing."""
         return part.with_suffix(f"{FAILED}-{self._attempts[step]}")
+
+
+def _size_of(content: Host | list[Piece]) -> int:
+    leaves = jax.tree.leaves(
+        [piece.values for piece in content] if isinstance(content, list) else content
+    )
+    return sum(int(leaf.nbytes) for leaf in leaves)
+
+
+def _takes(job_dir: Path, size: int) -> bool:
+    """Whether the disk of the checkpoints has room for so many bytes."""
+    try:
+        folder = job_dir / "checkpoints"
+        with tempfile.TemporaryFile(dir=folder if folder.is_dir() else job_dir) as probe:
+            os.posix_fallocate(probe.fileno(), 0, max(1, size))
+            os.fsync(probe.fileno())
+    except OSError:
+        return False
+    return True
 
 
 def load(path: Path, target: Host) -> tuple[Host, Meta]:
@@ -462,13 +490,28 @@ def _no() -> bool:
 def _write(path: Path, host: Host, meta: Meta) -> None:
     import orbax.checkpoint as ocp
 
-    path.parent.mkdir(parents=True, exist_ok=True)
-    _checkpointer().save(
-        path,
-        args=ocp.args.Composite(
-            state=ocp.args.StandardSave(jax.tree.map(_stored, host)), meta=ocp.args.JsonSave(meta)
-        ),
-    )
+    for folder in (path.parent.parent, path.parent):  # not a run directory that was deleted
+        folder.mkdir(exist_ok=True)
+    state = ocp.args.StandardSave(jax.tree.map(_stored, host))
+    with _plain(path) as plain:
+        args = ocp.args.Composite(state=state, meta=ocp.args.JsonSave(meta))
+        _checkpointer().save(plain, args=args)
+
+
+@contextlib.contextmanager
+def _plain(path: Path) -> Iterator[Path]:
+    """The same place under a name that Orbax reads as it is written.
+
+    It takes brackets for a pattern, and a backslash for a separator.
+    """
+    if not set("[]*?\\") & set(str(path)):
+        yield path
+        return
+    folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY)
+    try:
+        yield Path(f"/proc/self/fd/{folder}") / path.name
+    finally:
+        os.close(folder)
 
 
 def _stored(leaf: Any) -> Any:
@@ -517,17 +560,18 @@ def _discard(path: Path) -> None:
 def _read_meta(path: Path) -> Meta:
     import orbax.checkpoint as ocp
 
-    restored = _checkpointer().restore(path, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))
-    return dict(restored.meta)
+    with _plain(path) as plain:
+        args = ocp.args.Composite(meta=ocp.args.JsonRestore())
+        return dict(_checkpointer().restore(plain, args=args).meta)
 
 
 def _read_state(path: Path, target: Host) -> Host:
     import orbax.checkpoint as ocp
 
     blank = jax.tree.map(_stored_blank, target)
-    restored = _checkpointer().restore(
-        path, args=ocp.args.Composite(state=ocp.args.StandardRestore(blank))
-    )
+    with _plain(path) as plain:
+        args = ocp.args.Composite(state=ocp.args.StandardRestore(blank))
+        restored = _checkpointer().restore(plain, args=args)
     return jax.tree.map(_loaded, target, restored.state)
 
 

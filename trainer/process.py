@@ -529,7 +529,12 @@ class Worker:
             )
         else:
             log.warning("checkpoint failed", step=outcome.step, error=outcome.error)
-            self.reports.send("checkpoint_failed", step=outcome.step, error=outcome.error)
+            self.reports.send(
+                "checkpoint_failed",
+                step=outcome.step,
+                error=outcome.error,
+                disk_is_fine=outcome.disk_is_fine,
+            )
 
     def _report_error(self, error: BaseException) -> None:
         from trainer import failures

@@ -359,10 +359,14 @@ class CheckpointCommitted(GenerationEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointFailed(GenerationEvent):
-    """A save did not reach the disk; training goes on."""
+    """A save did not reach the disk; training goes on.
+
+    `disk_is_fine`: the same bytes could be written there just after, so that room is not missing.
+    """
 
     step: int
     error: str
+    disk_is_fine: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -72,6 +72,7 @@ PURPOSES = ("", "recover", "stop", "fail", "complete")
 
 DIFFERENCES_KEPT = 20  # lines
 SELECT_AGAIN_S = 5.0
+SAVES_FAILED_MAX = 3  # in a row, if none has ever worked
 # Between starts of a standby that failed `standby_failures_max` times running: from, doubled, to.
 STANDBY_PAUSE_MIN_S = 60.0
 STANDBY_PAUSE_MAX_S = 3600.0
@@ -132,6 +133,7 @@ class Job:
     skip_through: int = -1  # The last batch that the rollback leaves out.
     skips: tuple[tuple[int, int], ...] = ()  # (from this step on, batches left out before it)
     committed_step: int = -1
+    saves_failed: int = 0  # In a row, on a disk that is fine.
     verified: tuple[tuple[int, int], ...] = ()  # (generation, step) of the newest checkpoints
     stepped: bool = False  # Some generation finished a step: the user's code can work.
     purpose: str = ""
@@ -355,6 +357,7 @@ class Job:
         self.restore_path, self.restore_saved_by = event.path, event.saved_by
         if event.kind == "checkpoint":
             self.committed_step = event.step
+        self.saves_failed = 0
         if self.step_max >= 0:
             self._go_back(event.step)
 
@@ -500,10 +503,17 @@ class Job:
         agreed = [each for each in older if each[1] <= agreed_step]
         return (max(agreed, key=lambda each: each[1]),) if agreed else ()
 
+    def can_never_save(self, event: CheckpointFailed) -> bool:
+        """A disk without room may get some; whatever else fails each time fails at the end too."""
+        failed = self.saves_failed + event.disk_is_fine
+        return self.committed_step < 0 and failed >= SAVES_FAILED_MAX
+
     def report_failed_checkpoint(self, event: CheckpointFailed) -> None:
-        self.effects.append(
-            NotifyOperator(message=f"the checkpoint of step {event.step} failed: {event.error}")
-        )
+        self.saves_failed += event.disk_is_fine
+        text = f"the checkpoint of step {event.step} failed: {event.error}"
+        if self.committed_step < 0:
+            text = f"NOTHING IS SAVED so far: {text}"
+        self.effects.append(NotifyOperator(message=text))
 
     def report_failed_snapshot(self, event: SnapshotFailed) -> None:
         self.effects.append(NotifyOperator(message=f"no snapshots for now: {event.error}"))

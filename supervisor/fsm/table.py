@@ -159,6 +159,14 @@ RUNNING = [
     ),
     on(
         e.CheckpointFailed,
+        S.RUNNING,
+        S.DRAINING,
+        "no save has ever worked, though the disk does: nothing would be left of the training",
+        when="can_never_save",
+        do="drain_to_fail open_incident kill_workers",
+    ),
+    on(
+        e.CheckpointFailed,
         (S.RUNNING, S.DRAINING),
         None,
         "training goes on; the last committed one still counts",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import threading
 import tracemalloc
 from pathlib import Path
@@ -191,6 +193,46 @@ def test_a_failed_save_is_told_and_the_next_one_works(tmp_path: Path) -> None:
     saver.save(8, state(), meta(8))
     assert isinstance(outcomes.wait(2)[1], Committed)
     assert saver.wait(10)
+
+
+@pytest.mark.parametrize(
+    "name", ["runs [v2]", "back\\slash", "a]b[c", "q?x", "st*r", 'quote"x', "new\nline", "a,b{c}"]
+)
+def test_a_checkpoint_is_saved_whatever_its_directory_is_called(tmp_path: Path, name: str) -> None:
+    """In a path with brackets nothing was ever saved, and a backslash made another directory."""
+    outcomes = Outcomes()
+    run_dir = tmp_path / name
+    run_dir.mkdir()
+    Saver(run_dir, 1, outcomes).save(4, state(), meta(4))
+    outcome = outcomes.wait(1)[0]
+    assert isinstance(outcome, Committed), outcome
+    path = run_dir / "checkpoints" / "generation-1" / "4"
+    assert Path(outcome.path) == path
+    assert checkpoint.load(path, state())[1]["step"] == 4
+    assert [one.name for one in tmp_path.iterdir()] == [name]
+
+
+def test_a_failed_save_says_whether_the_disk_would_have_had_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk may get room; what fails for another reason fails each time."""
+
+    def full(descriptor: int, offset: int, size: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    outcomes = Outcomes()
+    saver = Saver(tmp_path, 1, outcomes)
+    (tmp_path / "checkpoints").write_text("in the way")
+    saver.save(4, state(), meta(4))
+    outcome = outcomes.wait(1)[0]
+    assert isinstance(outcome, SaveFailed)
+    assert outcome.disk_is_fine
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    saver.save(5, state(), meta(5))
+    outcome = outcomes.wait(2)[1]
+    assert isinstance(outcome, SaveFailed)
+    assert not outcome.disk_is_fine
+    assert [one.name for one in tmp_path.iterdir()] == ["checkpoints"]
 
 
 def test_a_step_is_saved_once(tmp_path: Path) -> None:

@@ -325,3 +325,32 @@ def test_random_walks_keep_the_invariants_and_replay(
             assert machine.job.exit_status >= 0
     report = replay(records)
     assert report.difference == ""
+
+
+def failed_save(step: int, *, disk_is_fine: bool = True) -> e.CheckpointFailed:
+    return e.CheckpointFailed(
+        at=1.0, generation=1, step=step, error="no such path", disk_is_fine=disk_is_fine
+    )
+
+
+def test_a_job_that_can_never_save_says_so_and_stops_after_three_saves() -> None:
+    """It trained for a week, and the last save of the stop failed like all others."""
+    machine = running()
+    (move,) = machine.handle(failed_save(10))
+    assert "NOTHING IS SAVED so far" in str(move.effects)
+    machine.handle(failed_save(20))
+    (move,) = machine.handle(failed_save(30))
+    assert (move.target, machine.job.exit_status) == (State.DRAINING, 4)
+    assert "no such path" in machine.job.reason
+
+
+def test_failed_saves_on_a_full_disk_or_after_good_ones_stop_nothing() -> None:
+    """A full disk gets room again, and a job that has saved has something to go back to."""
+    machine = running()
+    for step in range(10):
+        machine.handle(failed_save(step, disk_is_fine=False))
+    saved = e.CheckpointCommitted(at=1.0, generation=1, step=11, path="p", duration_s=1.0)
+    machine.handle(saved)
+    for step in range(12, 20):
+        machine.handle(failed_save(step))
+    assert machine.job.state is State.RUNNING
