@@ -26,8 +26,8 @@ from supervisor.control import Answer, Control, Request
 from supervisor.daemon import Clock, Daemon, header_of
 from supervisor.display import Display
 from supervisor.drills import Drills
-from supervisor.embedded import EmbeddedRedis, authenticate
-from supervisor.errors import DiskError, EverstepError, Superseded
+from supervisor.embedded import EmbeddedRay, EmbeddedRedis, authenticate
+from supervisor.errors import DiskError, EverstepError, RunDirectoryLost, Superseded
 from supervisor.files import RESULT_FILE, RunFiles
 from supervisor.fsm import effects as x
 from supervisor.fsm import events as e
@@ -50,6 +50,7 @@ from supervisor.performers import Performers, start_of
 from supervisor.preflight import must_be_ready
 from supervisor.redis_address import address_of, take_password
 from supervisor.run_code import RunCode
+from supervisor.run_directory import Watch, settle
 from supervisor.signals import Signals
 from supervisor.status import snapshot
 from supervisor.troubles import Troubles
@@ -57,7 +58,7 @@ from supervisor.workers import silence
 from trainer.heartbeat import BeatMessage, StoreAddress, canary_key
 from trainer.orphans import how_they_ended
 from trainer.pace import DEFAULT_FAILURE_EVERY_S
-from trainer.private import remove_sockets
+from trainer.private import remove_sockets, touch_sockets
 from trainer.snapshot import SnapshotError, sweep
 from trainer.snapshot import directory_of as snapshot_directory
 
@@ -71,6 +72,7 @@ LOOPBACK_ONLY = (
 )
 EPOCH_LOOK_S = 1.0
 CODE_LOOK_S = 5.0
+TOUCH_EVERY_S = 3600.0  # what removes old files from /tmp counts in days
 STEPS_LOOK_S = 5.0
 _BEFORE_TRAINING = (State.PROVISIONING, State.INITIALIZING, State.RESTORING)
 TAKE_DOWN_LIMIT_S = 30.0
@@ -94,7 +96,7 @@ async def run_daemon(
     """
     run_dir = job_directory(settings.job, config_path)
     with acquire(run_dir, take_over=take_over) as lock:
-        run_dir.chmod(0o700)
+        settle(run_dir)
         password = take_password()
         journal = Journal(run_dir / JOURNAL_FILE, epoch=lock.epoch)
         if journal.truncated:
@@ -480,6 +482,7 @@ class _Assembly:
                 stack.push_async_callback(self._stop_listening, control)
                 self._show(stack)
                 self._spawn(stack, self._look_at_epoch())
+                self._spawn(stack, self._keep_house(control))
                 self._spawn(stack, self._follow_steps())
                 status = await self._run(stack, keep_code=keep_code)
                 self.is_renewed = status is None
@@ -532,8 +535,31 @@ class _Assembly:
             await asyncio.sleep(STEPS_LOOK_S)
             await asyncio.to_thread(self.steps_done.read)
 
+    async def _keep_house(self, control: Control) -> None:
+        """Notice what becomes of the run directory and of /tmp under a job of weeks."""
+        directory, touch_at = Watch(self.run_dir), 0.0
+        while True:
+            await asyncio.sleep(EPOCH_LOOK_S)
+            if (lost := await asyncio.to_thread(directory.look)) is not None:
+                self.daemon.note_superseded(lost)
+            await control.mend()
+            if time.monotonic() >= touch_at:
+                touch_at = time.monotonic() + TOUCH_EVERY_S
+                await asyncio.to_thread(self._touch)
+
+    def _touch(self) -> None:
+        touch_sockets(self.run_dir)
+        if self.settings.cluster.address == "local":
+            EmbeddedRay(self.run_dir).touch()
+
+    @property
+    def _is_superseded(self) -> bool:
+        """Whether another daemon has what this one would end."""
+        why = self.daemon.superseded
+        return why is not None and not isinstance(why, RunDirectoryLost)
+
     async def _stop_listening(self, control: Control) -> None:
-        await control.close(leave=self.daemon.superseded is not None)
+        await control.close(leave=self._is_superseded)
 
     def _say_what_begins(self) -> None:
         past = self.past
@@ -561,7 +587,7 @@ class _Assembly:
 
     async def _leave_store(self, store: RedisStore) -> None:
         """Take the canary away: a store that others share keeps nothing of this job."""
-        if self.daemon.superseded is not None:
+        if self._is_superseded:
             await store.close()
             return
         with suppress(StoreUnavailable):
@@ -637,7 +663,7 @@ class _Assembly:
     async def _take_down(self) -> None:
         """End what this daemon started, and nothing else; each step whatever the others do."""
         await _bounded("redis", self._end_mending)
-        if self.daemon.superseded is not None:
+        if self._is_superseded:
             await _bounded("calls", self.daemon.performers.call_off)
             await _bounded("ray", self._leave_ray)
             return
@@ -655,7 +681,7 @@ class _Assembly:
         await self.cluster.release(forget=not self.is_renewed)
 
     async def _leave_ray(self) -> None:
-        own = self.settings.cluster.address == "local" and self.daemon.superseded is None
+        own = self.settings.cluster.address == "local" and not self._is_superseded
         kept = self.is_renewed and self.following.cluster.address == "local"
         await self.cluster.disconnect(stop_head=own and not kept)
 

@@ -99,6 +99,7 @@ def run(options: argparse.Namespace) -> int:
     from supervisor.errors import DiskError
     from supervisor.log import LOG_FILE, configure
     from supervisor.output import appended, errors_beside
+    from supervisor.run_directory import open_directory
     from trainer.processes import raise_file_limit
 
     raise_file_limit()
@@ -110,7 +111,7 @@ def run(options: argparse.Namespace) -> int:
     with ExitStack() as stack:
         if terminal:
             try:
-                run_dir.mkdir(parents=True, exist_ok=True)
+                open_directory(run_dir)
                 log = stack.enter_context(appended(run_dir / LOG_FILE))
                 stack.enter_context(errors_beside(run_dir / LOG_FILE))
             except OSError as error:

@@ -243,6 +243,7 @@ class RayCluster:
     ) -> None:
         self._settings = settings
         self._run_dir = run_dir.resolve()
+        self._snapshots = snapshot_directory(self._run_dir)
         self._epoch = epoch
         self._on_record = on_record
         self._on_slot_lost = on_slot_lost
@@ -422,7 +423,7 @@ class RayCluster:
     async def snapshots(self) -> list[Snapshot]:
         """Where all slots are on this machine, no slot is asked."""
         if all(one == machine() for one in self._machines):
-            directory = snapshot_directory(self._run_dir)
+            directory = self._snapshots
             found = await self._in_thread(_ORDER_LIMIT_S, list_snapshots, directory)
             held = [(one, str(directory)) for one in found]
         else:
@@ -438,7 +439,7 @@ class RayCluster:
 
     async def discard_snapshot(self, generation: int, step: int) -> None:
         """On this machine, and wherever there are slots."""
-        directory = snapshot_directory(self._run_dir)
+        directory = self._snapshots
         await self._in_thread(_ORDER_LIMIT_S, discard, directory, generation, step)
         if any(one != machine() for one in self._machines):
             await asyncio.gather(
@@ -451,7 +452,7 @@ class RayCluster:
 
     async def discard_snapshots_above(self, step: int) -> None:
         """On this machine, and wherever there are slots: each that lives must answer."""
-        directory = snapshot_directory(self._run_dir)
+        directory = self._snapshots
         found = await self._in_thread(_ORDER_LIMIT_S, list_snapshots, directory)
         doomed = {(one.generation, one.step) for one in found}
         if any(one != machine() for one in self._machines):
@@ -511,7 +512,7 @@ class RayCluster:
         if self._actors:
             await self._end_slots(forget)
         if forget:
-            await self._in_thread(_ORDER_LIMIT_S, sweep, snapshot_directory(self._run_dir))
+            await self._in_thread(_ORDER_LIMIT_S, sweep, self._snapshots)
             await self._end_orphans()
 
     async def _end_slots(self, forget: bool) -> None:

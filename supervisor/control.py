@@ -38,6 +38,8 @@ class Control:
         self._handler = handler
         self._path = socket_path(run_dir)
         self._server: asyncio.Server | None = None
+        self._inode = 0
+        self._is_told = False
         self._connections: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
@@ -53,6 +55,7 @@ class Control:
         try:
             listener.bind(str(self._path))
             self._path.chmod(0o600)
+            self._inode = self._path.lstat().st_ino
             self._server = await asyncio.start_unix_server(
                 self._serve, sock=listener, limit=_LINE_LIMIT
             )
@@ -62,6 +65,28 @@ class Control:
         except OSError as error:
             listener.close()
             raise DiskError(f"cannot listen on {self._path}: {error.strerror}") from error
+
+    async def mend(self) -> None:
+        """Listen anew if the socket was removed, as cleaners of /tmp do; failing that, later."""
+        try:
+            if self._path.lstat().st_ino == self._inode:
+                return
+        except FileNotFoundError:
+            pass
+        except OSError:
+            return
+        if self._server is None:
+            return
+        self._server.close()
+        try:
+            await self.start()
+        except DiskError as error:
+            if not self._is_told:
+                _log.warning("control_socket_lost", why=str(error))
+            self._is_told = True
+            return
+        self._is_told = False
+        _log.warning("control_socket_made_again", path=str(self._path))
 
     async def close(self, *, leave: bool = False) -> None:
         """Stop listening, hang up, and leave nothing behind. Harmless when done twice.

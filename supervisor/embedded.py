@@ -1,7 +1,8 @@
 """The job's own Ray head and redis-server: processes that outlive the daemon and are found again.
 
-What was started is recorded by pid with start time in `embedded.json` of the run directory;
-nothing but that is ever ended. Every call blocks for seconds at most: call it in a thread.
+What was started is recorded by pid with start time in `embedded.json` of the run directory, and
+bears a mark; nothing but that is ever ended, and a record that came from another directory counts
+for nothing. Every call blocks for seconds at most: call it in a thread.
 """
 
 import contextlib
@@ -19,16 +20,24 @@ from pathlib import Path
 from typing import IO, Any
 
 from supervisor.errors import ClusterUnusable, DiskError
-from trainer.child import log_tail
+from supervisor.run_directory import EMBEDDED_MARK, SESSION, identity_record
+from trainer.child import RUN, log_tail
 from trainer.heartbeat import StoreAddress, connect
-from trainer.private import short_directory
-from trainer.processes import Identity, descendants, end, environment, is_alive, look_at_all
+from trainer.private import is_usable, short_directory, tmp_directory
+from trainer.processes import (
+    Identity,
+    descendants,
+    end,
+    environment,
+    is_alive,
+    is_in_our_world,
+    look_at_all,
+)
 from trainer.whole import write_whole
 
 RECORD_FILE = "embedded.json"
 TOKEN_FILE = "ray.token"
 OBJECT_STORE_BYTES = 90_000_000  # all that crosses Ray is short text; Ray wants 75 MiB at least
-_MARK = "EVERSTEP_EMBEDDED"
 _RAY_START_LIMIT_S = 60.0
 _REDIS_START_LIMIT_S = 10.0
 _STOP_LIMIT_S = 10.0
@@ -36,12 +45,14 @@ _PORT_TRIES = 5
 
 
 def authenticate(run_dir: Path) -> None:
-    """Let this process speak to the job's own head: make its token, set Ray's variables.
+    """Let this process speak to the job's own head: make a token for it, set Ray's variables.
 
     Call it before anything imports Ray, which reads them once, and only for `address = "local"`:
     how to speak to another cluster is in the operator's environment.
     """
     os.environ.pop("RAY_AUTH_TOKEN", None)
+    if not EmbeddedRay(run_dir).is_alive():  # it may be of whoever handed the directory over
+        (run_dir / TOKEN_FILE).unlink(missing_ok=True)
     os.environ.update(_ray_variables(_token(run_dir)))
 
 
@@ -72,21 +83,22 @@ class EmbeddedRay:
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir.resolve()
+        self._record = _Record(self._run_dir, "ray")
 
     def ensure(self) -> str:
         """The address of the living head, started if there is none.
 
         Raises ClusterUnusable with what `ray start` said, or DiskError.
         """
-        record = _read_record(self._run_dir).get("ray")
-        if record and _all_alive(record, "gcs_server", "raylet"):
+        record = self._record.read()
+        if record and self.is_alive() and record["path"] == str(self._run_dir):
             return str(record["address"])
         self.stop()
         return self._start()
 
     def is_alive(self) -> bool:
         """Whether the recorded head still runs; a look at /proc."""
-        record = _read_record(self._run_dir).get("ray")
+        record = self._record.read()
         return record is not None and _all_alive(record, "gcs_server", "raylet")
 
     def stop(self) -> None:
@@ -94,27 +106,41 @@ class EmbeddedRay:
 
         Raises ClusterUnusable naming what could not be ended.
         """
-        record = _read_record(self._run_dir).get("ray")
+        record = self._record.read()
         if record is None:
             return
         _end_recorded(record)
-        shutil.rmtree(record["temp_dir"], ignore_errors=True)
-        _update_record(self._run_dir, ray=None)
+        if temp_dir := _own_temp_dir(record):
+            shutil.rmtree(temp_dir, ignore_errors=True)
+        self._record.write(None)
+
+    def touch(self) -> None:
+        """Let the session's files look new to whatever removes old ones from /tmp."""
+        temp_dir = _own_temp_dir(self._record.read() or {})
+        for path in [temp_dir.parent, temp_dir, *temp_dir.rglob("*")] if temp_dir else []:
+            with contextlib.suppress(OSError):
+                os.utime(path, follow_symlinks=False)
 
     def _start(self) -> str:
         token = _token(self._run_dir)
         mark = secrets.token_hex(16)
         try:
-            temp_dir = short_directory() / mark[:8]
+            temp_dir = short_directory(self._run_dir) / mark[:8]
         except OSError as error:
             raise DiskError(f"{error.filename}: {error.strerror}; remove it") from error
         # Recorded first: if we die now, the next daemon ends by its mark what was started.
-        record: dict[str, Any] = {"mark": mark, "temp_dir": str(temp_dir), "processes": {}}
-        _update_record(self._run_dir, ray=record)
+        record: dict[str, Any] = {
+            "mark": mark,
+            "path": str(self._run_dir),
+            "temp_dir": str(temp_dir),
+            "processes": {},
+        }
+        self._record.write(record)
         variables = {
             **_without_address(os.environ),
             **_ray_variables(token),
-            _MARK: mark,
+            EMBEDDED_MARK: mark,
+            RUN: str(self._run_dir),
             "RAY_worker_niceness": "0",  # could never be taken back by its children
             # It would kill the small slot where a worker has taken the memory.
             "RAY_memory_monitor_refresh_ms": "0",
@@ -144,7 +170,7 @@ class EmbeddedRay:
             raise ClusterUnusable(f"Ray's head did not start; {output} ends with\n{tail}")
         record["address"] = (temp_dir / "ray_current_cluster").read_text().strip()
         record["processes"] = _find_marked(mark)
-        _update_record(self._run_dir, ray=record)
+        self._record.write(record)
         return str(record["address"])
 
 
@@ -153,6 +179,7 @@ class EmbeddedRedis:
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir.resolve()
+        self._record = _Record(self._run_dir, "redis")
         self._process: subprocess.Popen[bytes] | None = None
         self._log = self._run_dir / "redis.log"
 
@@ -162,8 +189,8 @@ class EmbeddedRedis:
         One that has died comes back at its old port with its old password if the port is still
         free, so that living workers find it. Raises ClusterUnusable or DiskError.
         """
-        record = _read_record(self._run_dir).get("redis")
-        if record and _all_alive(record, "redis-server"):
+        record = self._record.read()
+        if record and self.is_alive():
             return _redis_address(record)
         self._reap()
         ports = [record["port"]] if record else []
@@ -177,17 +204,17 @@ class EmbeddedRedis:
 
     def is_alive(self) -> bool:
         """Whether the recorded server still runs; a look at /proc."""
-        record = _read_record(self._run_dir).get("redis")
-        return record is not None and _all_alive(record, "redis-server")
+        record = self._record.read()
+        return record is not None and _all_alive(record, "redis-server", log=self._log)
 
     def stop(self) -> None:
         """End the recorded server. Harmless where there is none."""
-        record = _read_record(self._run_dir).get("redis")
+        record = self._record.read()
         if record is None:
             return
-        _end_recorded(record)
+        _end_recorded(record, self._log)
         self._reap()
-        _update_record(self._run_dir, redis=None)
+        self._record.write(None)
 
     def _start(self, address: StoreAddress) -> bool:
         mark = secrets.token_hex(16)
@@ -197,11 +224,11 @@ class EmbeddedRedis:
             "password": address.password,
             "processes": {},
         }
-        _update_record(self._run_dir, redis=record)
+        self._record.write(record)
         with _open_log(self._log) as log:
             self._process = subprocess.Popen(
                 [_redis_server(), "-"],
-                env={**os.environ, _MARK: mark},
+                env={**os.environ, EMBEDDED_MARK: mark},
                 cwd="/",
                 stdin=subprocess.PIPE,
                 stdout=log,
@@ -210,7 +237,7 @@ class EmbeddedRedis:
             )
         try:
             record["processes"] = {"redis-server": _pair(self._process.pid)}
-            _update_record(self._run_dir, redis=record)
+            self._record.write(record)
             _configure(self._process, address)
             if _await_redis(address, self._process):
                 return True
@@ -317,28 +344,53 @@ def _find_marked(mark: str) -> dict[str, list[float]]:
     """The processes started with our mark, by the name of their program."""
     found = {}
     for row in look_at_all().values():
-        if row.is_alive and environment(row.identity.pid).get(_MARK) == mark:
+        if row.is_alive and environment(row.identity.pid).get(EMBEDDED_MARK) == mark:
             name = Path(f"/proc/{row.identity.pid}/exe").readlink().name
             key = name if name not in found else f"{name}-{row.identity.pid}"
             found[key] = [row.identity.pid, row.identity.started_at]
     return found
 
 
-def _all_alive(record: Mapping[str, Any], *names: str) -> bool:
-    processes = record["processes"]
-    return all(name in processes and is_alive(_identity(processes[name])) for name in names)
+def _all_alive(record: Mapping[str, Any], *names: str, log: Path | None = None) -> bool:
+    processes = {name: _identity(pair) for name, pair in record["processes"].items()}
+    mark = str(record["mark"])
+    return all(name in processes and _is_ours(processes[name], mark, log) for name in names)
 
 
-def _end_recorded(record: Mapping[str, Any]) -> None:
+def _is_ours(process: Identity, mark: str, log: Path | None) -> bool:
+    """Whether it lives and was started by this job: a record alone is believed nothing.
+
+    A redis-server overwrites its environment; its log is its standard output.
+    """
+    if not is_alive(process) or not is_in_our_world(process.pid):
+        return False
+    if environment(process.pid).get(EMBEDDED_MARK) == mark:
+        return True
+    with contextlib.suppress(OSError):
+        return log is not None and Path(f"/proc/{process.pid}/fd/1").samefile(log)
+    return False
+
+
+def _end_recorded(record: Mapping[str, Any], log: Path | None = None) -> None:
     """End the recorded processes, what bears their mark, and what is below either."""
-    known = [*record["processes"].values(), *_find_marked(record["mark"]).values()]
-    living = {one for one in map(_identity, known) if is_alive(one)}
+    mark = str(record["mark"])
+    known = [*record["processes"].values(), *_find_marked(mark).values()]
+    living = {one for one in map(_identity, known) if _is_ours(one, mark, log)}
     rows = look_at_all()
     below = {row.identity for row in descendants([one.pid for one in living], rows)}
     left = end(living | below, _STOP_LIMIT_S)
     if left:
         pids = ", ".join(str(one.pid) for one in left)
         raise ClusterUnusable(f"processes that this job started cannot be ended: pid {pids}")
+
+
+def _own_temp_dir(record: Mapping[str, Any]) -> Path | None:
+    """The recorded directory of a session, if it is one of ours; nothing else is ever removed."""
+    path = Path(str(record.get("temp_dir", "")))
+    own = str(tmp_directory())
+    if not (str(path.parent) == own or str(path.parent).startswith(f"{own}-")):
+        return None
+    return path if SESSION.fullmatch(path.name) and is_usable(path.parent) else None
 
 
 def _identity(pair: list[float]) -> Identity:
@@ -350,22 +402,55 @@ def _pair(pid: int) -> list[float]:
     return [row.identity.pid, row.identity.started_at]
 
 
-def _read_record(run_dir: Path) -> dict[str, Any]:
+class _Record:
+    """What is recorded of one server. It counts only with the identity of its directory.
+
+    As long as this process lives it knows it by itself, whatever becomes of the directory.
+    """
+
+    def __init__(self, run_dir: Path, part: str) -> None:
+        self._run_dir, self._part = run_dir, part
+        self._known: dict[str, Any] | None = None
+        self._identity: dict[str, Any] | None = None
+
+    def read(self) -> dict[str, Any] | None:
+        """None where nothing is recorded. Raises DiskError where that is damaged."""
+        if self._identity is None:
+            self._known = _read_file(self._run_dir).get(self._part)
+        return self._known
+
+    def write(self, record: dict[str, Any] | None) -> None:
+        """Keep it. Raises DiskError; in a directory that is not the one from before it is lost."""
+        self._known = record
+        now = _identity_of(self._run_dir)
+        self._identity = self._identity or now
+        if now is None or now != self._identity:
+            return
+        rest = _read_file(self._run_dir)
+        kept = {**rest, "directory": now, self._part: record}
+        _write(self._run_dir / RECORD_FILE, json.dumps(kept, indent=2) + "\n")
+
+
+def _read_file(run_dir: Path) -> dict[str, Any]:
     try:
         record = json.loads((run_dir / RECORD_FILE).read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return {}
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DiskError(
             f"{run_dir / RECORD_FILE} is damaged ({error}); end what it names, then remove it"
         ) from error
-    # After a boot of the machine a pid with its start time may be another's.
-    return record if record.get("boot") == _boot() else {}
+    # In a copy, after a boot or in another container a pid with its start time may be another's.
+    return record if record.get("directory") == _identity_of(run_dir) else {}
 
 
-def _update_record(run_dir: Path, **parts: dict[str, Any] | None) -> None:
-    record = {**_read_record(run_dir), "boot": _boot(), **parts}
-    _write(run_dir / RECORD_FILE, json.dumps(record, indent=2) + "\n")
+def _identity_of(run_dir: Path) -> dict[str, Any] | None:
+    try:
+        return identity_record(run_dir)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise DiskError(f"{run_dir} cannot be read: {error.strerror}") from error
 
 
 def _write(path: Path, text: str) -> None:
@@ -381,7 +466,3 @@ def _open_log(path: Path) -> IO[bytes]:
         return os.fdopen(os.open(path, flags, 0o600), "ab")
     except OSError as error:
         raise DiskError(f"{path} cannot be written ({error.strerror}); give it room") from error
-
-
-def _boot() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()

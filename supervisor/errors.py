@@ -46,6 +46,10 @@ class DiskError(HostError):
     """A file of the run cannot be read or written."""
 
 
+class RunDirectoryLost(DiskError):
+    """The run directory was moved or deleted while the job ran."""
+
+
 class JournalLost(DiskError):
     """Told to end while nothing can be written, so that it ends and leaves the workers alone."""
 

@@ -100,7 +100,7 @@ def _numbers(run_dir: Path) -> list[int]:
 
 def _directory(run_dir: Path, number: int) -> Path:
     path = run_dir / "incidents" / f"{number:04d}"
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path.parent.mkdir(mode=0o700, exist_ok=True)
     if not path.is_dir():
         path.mkdir(mode=0o700)
         for old in _numbers(run_dir)[:-INCIDENTS_MAX]:

@@ -13,6 +13,7 @@ from supervisor.control import ADDRESS_FILE
 from supervisor.embedded import EmbeddedRay, EmbeddedRedis
 from supervisor.errors import AlreadyRunning
 from supervisor.lock import acquire
+from supervisor.run_directory import end_strays
 from trainer.private import remove_sockets
 
 _SLOT_LIMIT_S = 30.0
@@ -20,7 +21,13 @@ _PAUSE_S = 0.1
 
 
 def end_leftovers(run_dir: Path) -> None:
-    """End what `embedded.json` names. Raises DiskError, ClusterUnusable or AlreadyRunning."""
+    """End what `embedded.json` names. Raises DiskError, ClusterUnusable or AlreadyRunning.
+
+    Where the directory itself is gone, whatever bears its name.
+    """
+    if not run_dir.is_dir():
+        end_strays(run_dir)
+        return
     with acquire(run_dir):
         (run_dir / ADDRESS_FILE).unlink(missing_ok=True)  # nobody listens there
         EmbeddedRay(run_dir).stop()

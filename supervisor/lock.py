@@ -18,6 +18,7 @@ import psutil
 import structlog
 
 from supervisor.errors import AlreadyRunning, DiskError, Superseded
+from supervisor.run_directory import open_directory
 from trainer.child import machine
 from trainer.processes import Identity, Row, end, look
 from trainer.whole import write_whole
@@ -38,7 +39,8 @@ class Holder:
     """Who holds the lock. `started_at`: seconds since the epoch, the process's own start.
 
     `machine` and `after_boot_s` tell it from any other process that ever had its pid; they are
-    empty where an older version wrote the record.
+    empty where an older version wrote the record. `lock` is the device and inode of the file that
+    it wrote its name into: in a copy of that nobody holds anything.
     """
 
     pid: int
@@ -47,6 +49,7 @@ class Holder:
     epoch: int
     machine: str = ""
     after_boot_s: float = 0.0
+    lock: tuple[int, int] = (0, 0)
 
     @property
     def identity(self) -> Identity:
@@ -113,9 +116,9 @@ def acquire(run_dir: Path, *, take_over: bool = False) -> Lock:
     AlreadyRunning, naming pid, host and since when, or DiskError.
     """
     path = run_dir / LOCK_FILE
+    open_directory(run_dir)
     try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     except OSError as error:
         raise DiskError(
             f"{path} cannot be made ({error.strerror}); name a directory that can be written "
@@ -159,6 +162,7 @@ def _take_epoch(run_dir: Path, descriptor: int) -> Holder:
         epoch=_last_epoch(run_dir, read_holder(run_dir)) + 1,
         machine=machine(),
         after_boot_s=row.identity.started_at,
+        lock=_identity_of(descriptor),
     )
     # The epoch first: one that was promised to anybody is never given out again.
     write_whole(run_dir / EPOCH_FILE, f"{holder.epoch}\n")
@@ -178,6 +182,8 @@ def _end_holder(run_dir: Path, descriptor: int) -> None:
     deadline = time.monotonic() + _NAME_LIMIT_S
     while True:
         holder = read_holder(run_dir)
+        if holder is not None and holder.lock != _identity_of(descriptor):
+            holder = None
         row = None if holder is None else look(holder.pid)
         if holder is not None and holder.machine != machine():
             raise AlreadyRunning(
@@ -221,9 +227,15 @@ def _stranger(path: Path, holder: Holder | None, row: Row | None) -> str:
 def read_holder(run_dir: Path) -> Holder | None:
     """Who holds the lock, or held it last; None when nobody ever did, or it is being written."""
     try:
-        return Holder(**json.loads((run_dir / LOCK_FILE).read_text(encoding="utf-8")))
-    except (FileNotFoundError, ValueError, TypeError):
+        found = json.loads((run_dir / LOCK_FILE).read_text(encoding="utf-8"))
+        return Holder(**{**found, "lock": tuple(found.get("lock", ()))})
+    except (FileNotFoundError, ValueError, TypeError, AttributeError, RecursionError):
         return None
+
+
+def _identity_of(descriptor: int) -> tuple[int, int]:
+    found = os.fstat(descriptor)
+    return found.st_dev, found.st_ino
 
 
 def is_held(run_dir: Path) -> bool:

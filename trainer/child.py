@@ -143,7 +143,7 @@ class Child:
             self._publish({"report": "disk", "at": time.time(), "what": "log", "why": no_log})
         self._attendant.start()
         with contextlib.suppress(OSError):  # it says so itself
-            launch.beat_file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            launch.beat_file.parent.mkdir(mode=0o700, exist_ok=True)
         # After the attendant: a child that dies while it is told has an exit to report.
         with contextlib.suppress(ChildError):
             self._write(launch.text)
@@ -331,7 +331,7 @@ class Spare:
             log_file=run_dir / "logs" / "spares" / f"slot-{os.getpid()}.log",
             run_dir=run_dir,
             generation="spare",
-            directory=run_dir,
+            directory=Path("/"),
             base_environment=base_environment,
         )
 
@@ -403,9 +403,10 @@ def _spawn(
 def open_log(path: Path) -> tuple[int, str]:
     """A descriptor to append with, and why it is not the file's; that costs the log alone."""
     try:
-        path.parent.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # Without the run directory: one that was deleted under the job stays so.
+        path.parent.parent.mkdir(mode=0o700, exist_ok=True)
         path.parent.mkdir(mode=0o700, exist_ok=True)
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), ""
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600), ""
     except OSError as error:
         return os.open(os.devnull, os.O_WRONLY), f"{path}: {error.strerror}"
 

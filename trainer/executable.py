@@ -144,7 +144,7 @@ def store(path: Path, programs: Programs) -> None:
         "bytes": len(payload),
         "sha256": hashlib.sha256(payload).hexdigest(),
     }
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path.parent.mkdir(mode=0o700, exist_ok=True)
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with open(draft, "wb", opener=_owner_only) as file:
@@ -218,7 +218,7 @@ def _read_note(path: Path) -> _Note | None:
 def _write_note(path: Path, note: _Note) -> None:
     """Without it later generations trace too, and are compared by their restore points."""
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path.parent.mkdir(mode=0o700, exist_ok=True)
         write_whole(path, json.dumps(asdict(note)) + "\n")
     except OSError as error:
         log.warning("program_note_not_written", path=str(path), why=str(error))

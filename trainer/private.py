@@ -6,9 +6,12 @@ which may be long; not below /run/user, which is removed when its user logs out.
 
 import contextlib
 import hashlib
+import json
 import os
 import stat
 from pathlib import Path
+
+IDENTITY_FILE = "identity.json"  # in the run directory; the supervisor writes it
 
 
 def private_directory(path: Path) -> Path:
@@ -24,15 +27,51 @@ def private_directory(path: Path) -> Path:
     return path
 
 
-def short_directory() -> Path:
-    """The directory of this user, made if it is missing. Raises OSError."""
-    return private_directory(Path("/tmp") / f"everstep-{os.getuid()}")
+def run_name(run_dir: Path) -> str:
+    """The random name of a run, which no other user can guess; "" before it was given one."""
+    try:
+        name = json.loads((run_dir / IDENTITY_FILE).read_text(encoding="utf-8"))["name"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return ""
+    return name if isinstance(name, str) and name.isalnum() and len(name) <= 16 else ""
+
+
+def tmp_directory(name: str = "") -> Path:
+    """Of this user, or the one of a run that is used if another user has made that first."""
+    return Path("/tmp") / f"everstep-{os.getuid()}{name and '-'}{name}"
+
+
+def is_usable(path: Path) -> bool:
+    """Whether it is ours alone, or can be made so."""
+    try:
+        status = path.lstat()
+    except OSError:
+        return True
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+
+
+def short_directory(run_dir: Path) -> Path:
+    """The directory for what is short-lived, made if it is missing. Raises OSError."""
+    return private_directory(_short_directory(run_dir))
+
+
+def _short_directory(run_dir: Path) -> Path:
+    path = tmp_directory()
+    return path if is_usable(path) else tmp_directory(run_name(run_dir))
 
 
 def socket_path(run_dir: Path, name: str = "") -> Path:
-    """Where a socket of this run is, whatever the length of `run_dir`: 50 bytes or so."""
+    """Where a socket of this run is, whatever the length of `run_dir`: 60 bytes or so."""
     digest = hashlib.sha256(os.fsencode(run_dir.resolve())).hexdigest()[:16]
-    return Path("/tmp") / f"everstep-{os.getuid()}" / f"{digest}{name}.sock"
+    return _short_directory(run_dir) / f"{digest}{name}.sock"
+
+
+def touch_sockets(run_dir: Path) -> None:
+    """Let them look new to whatever removes old files from /tmp."""
+    directory = _short_directory(run_dir)
+    for path in (directory, *directory.glob("*.sock")):
+        with contextlib.suppress(OSError):
+            os.utime(path, follow_symlinks=False)
 
 
 def remove_sockets(run_dir: Path) -> None:
@@ -40,3 +79,6 @@ def remove_sockets(run_dir: Path) -> None:
     path = socket_path(run_dir)
     for one in path.parent.glob(f"{path.stem}*.sock"):
         one.unlink(missing_ok=True)
+    if path.parent != tmp_directory():
+        with contextlib.suppress(OSError):  # something else of the run is still there
+            path.parent.rmdir()

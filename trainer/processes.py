@@ -125,6 +125,19 @@ def environment(pid: int) -> dict[str, str]:
     return {name: value for name, separator, value in pairs if separator}
 
 
+def is_in_our_world(pid: int) -> bool:
+    """Whether it belongs to our user, and neither to a container nor to a jail beside us."""
+    place = Path(f"/proc/{pid}")
+    try:
+        return (
+            place.stat().st_uid == os.geteuid()
+            and (place / "ns/pid").readlink() == Path("/proc/self/ns/pid").readlink()
+            and (place / "root").samefile("/")
+        )
+    except OSError:
+        return False
+
+
 def send(identity: Identity, number: int) -> bool:
     """Signal exactly this process; False where it is gone."""
     try:

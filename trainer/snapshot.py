@@ -40,6 +40,7 @@ from trainer.pieces import (
     parse_form,
     whole,
 )
+from trainer.private import run_name
 
 SHARED_MEMORY = Path("/dev/shm")
 VERSION = 2
@@ -80,9 +81,25 @@ class SnapshotInfo:
 
 
 def directory_of(run_dir: Path | str) -> Path:
-    """Where the snapshots of a job lie on each node, by its absolute run directory and our uid."""
-    digest = hashlib.sha256(str(run_dir).encode()).hexdigest()
-    return SHARED_MEMORY / f"everstep-{os.getuid()}-{digest[:16]}"
+    """Where the snapshots of a job lie on each node, by its absolute run directory and our uid.
+
+    Part of it is the run's random name: another user cannot make it first.
+    """
+    name = run_name(Path(run_dir))
+    return SHARED_MEMORY / f"everstep-{os.getuid()}-{_digest(run_dir)[: 16 - len(name)]}{name}"
+
+
+def directories_of(run_dir: Path | str) -> list[Path]:
+    """Those of whatever directory was at this path before."""
+    return [
+        path
+        for path in SHARED_MEMORY.glob(f"everstep-{os.getuid()}-{_digest(run_dir)[:8]}*")
+        if _DIRECTORY.fullmatch(path.name)
+    ]
+
+
+def _digest(run_dir: Path | str) -> str:
+    return hashlib.sha256(str(run_dir).encode()).hexdigest()
 
 
 def list_snapshots(directory: Path | str) -> list[SnapshotInfo]:

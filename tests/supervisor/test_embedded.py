@@ -19,6 +19,7 @@ from redis.retry import Retry
 
 from supervisor.embedded import EmbeddedRay, EmbeddedRedis, authenticate
 from supervisor.errors import ClusterUnusable, DiskError
+from supervisor.run_directory import identity_record
 from trainer.heartbeat import StoreAddress
 
 
@@ -138,10 +139,9 @@ def test_a_process_that_got_the_pid_of_ours_is_left_alone(
     """After a week the recorded pid is somebody's editor."""
     with subprocess.Popen(["sleep", "600"]) as bystander:
         path = tmp_path / "embedded.json"
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         processes = {"redis-server": [bystander.pid, 1.0]}
         record = {"mark": "00", "port": 1, "password": "x", "processes": processes}
-        path.write_text(json.dumps({"boot": boot, "redis": record}))
+        path.write_text(json.dumps({"directory": identity_record(tmp_path), "redis": record}))
         server.stop()
         assert bystander.poll() is None
         bystander.kill()
@@ -153,9 +153,9 @@ def test_what_was_started_before_it_could_be_recorded_is_ended(
     """A daemon that is killed while it starts its head leaves processes without a record."""
     environment = {**os.environ, "EVERSTEP_EMBEDDED": "0123abcd"}
     with subprocess.Popen(["sleep", "600"], env=environment) as orphan:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         record = {"mark": "0123abcd", "port": 1, "password": "x", "processes": {}}
-        (tmp_path / "embedded.json").write_text(json.dumps({"boot": boot, "redis": record}))
+        kept = {"directory": identity_record(tmp_path), "redis": record}
+        (tmp_path / "embedded.json").write_text(json.dumps(kept))
         time.sleep(0.05)
         server.stop()
         assert orphan.wait(5) == -signal.SIGKILL
@@ -169,10 +169,10 @@ def test_a_damaged_record_is_named(tmp_path: Path) -> None:
     (tmp_path / "embedded.json").unlink()
 
 
-def test_the_token_is_made_once_and_is_for_its_owner_only(
+def test_the_token_of_a_head_that_is_gone_is_not_used_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a new token at each start the living head would refuse its own daemon."""
+    """It may be known to whoever handed the directory over."""
     for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_TOKEN"):
         monkeypatch.setenv(name, "former")
     for name in ("RAY_USAGE_STATS_ENABLED", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"):
@@ -181,8 +181,8 @@ def test_the_token_is_made_once_and_is_for_its_owner_only(
     authenticate(tmp_path)
     token = path.read_text()
     authenticate(tmp_path)
-    assert path.read_text() == token
-    assert len(token) == 64
+    assert path.read_text() != token
+    assert len(path.read_text()) == len(token) == 64
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert os.environ["RAY_AUTH_MODE"] == "token"
     assert os.environ["RAY_AUTH_TOKEN_PATH"] == str(path)
@@ -201,11 +201,18 @@ except BaseException as error:
 """
 
 
-def test_the_head_is_private_found_again_and_ended_with_all_that_is_below(tmp_path: Path) -> None:
+def test_the_head_is_private_found_again_and_ended_with_all_that_is_below(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ray listens on all interfaces without a token: any neighbour could run code as us."""
+    for name in ("MODE", "TOKEN_PATH", "TOKEN"):
+        monkeypatch.setenv(f"RAY_AUTH_{name}", "former")  # and given back afterwards
     head = EmbeddedRay(tmp_path)
     address = head.ensure()
     try:
+        token = (tmp_path / "ray.token").read_text()
+        authenticate(tmp_path)  # a later daemon, which the living head must not refuse
+        assert (tmp_path / "ray.token").read_text() == token
         assert EmbeddedRay(tmp_path).ensure() == address
         record = json.loads((tmp_path / "embedded.json").read_text())["ray"]
         temp_dir = Path(record["temp_dir"])
@@ -223,7 +230,6 @@ def test_the_head_is_private_found_again_and_ended_with_all_that_is_below(tmp_pa
         assert listening == {"127.0.0.1"}
         assert stat.S_IMODE(temp_dir.parent.stat().st_mode) == 0o700
         assert max(len(str(path)) for path in temp_dir.rglob("sockets/*")) <= 107
-        token = (tmp_path / "ray.token").read_text()
         assert all(token not in " ".join(one.cmdline()) for one in everything)
         intruder = subprocess.run(
             [sys.executable, "-c", _INTRUDE, address], capture_output=True, text=True, timeout=60

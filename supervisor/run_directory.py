@@ -1,0 +1,218 @@
+"""The run directory: that it is ours alone, which one it is, and what was left of it.
+
+It has an identity: device, inode and owner. Records of servers and processes count only with it,
+so that nothing of the original is used or ended by a copy. `identity.json` also holds a random
+name, by which other users cannot guess where a run keeps its snapshots and sockets.
+"""
+
+import json
+import os
+import re
+import secrets
+import shutil
+import socket
+import stat
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from supervisor.errors import DiskError, RunDirectoryLost
+from trainer.child import RUN, machine
+from trainer.private import (
+    IDENTITY_FILE,
+    is_usable,
+    remove_sockets,
+    short_directory,
+    tmp_directory,
+)
+from trainer.processes import Identity, end, environment, is_in_our_world, look_at_all
+from trainer.snapshot import directories_of, sweep
+from trainer.whole import write_whole
+
+log = structlog.get_logger(__name__)
+
+EMBEDDED_MARK = "EVERSTEP_EMBEDDED"
+"""Names a server that the job has started, in its environment and in that of its children."""
+SESSION = re.compile(r"[0-9a-f]{8}")  # what a mark begins with names the files of Ray's session
+_END_LIMIT_S = 10.0
+_MAY_BE_LINKS = ("checkpoints", "executables", "incidents", "logs", "tensorboard")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DirectoryIdentity:
+    """One directory and no other, as long as it exists. `owner`: a user id."""
+
+    device: int
+    inode: int
+    owner: int
+
+
+def identify(run_dir: Path) -> DirectoryIdentity:
+    """Raises OSError."""
+    found = run_dir.stat()
+    return DirectoryIdentity(device=found.st_dev, inode=found.st_ino, owner=found.st_uid)
+
+
+def identity_record(run_dir: Path) -> dict[str, Any]:
+    """What a record names the directory by, on this machine until its next boot."""
+    return {**asdict(identify(run_dir)), "machine": machine()}
+
+
+def open_directory(run_dir: Path) -> None:
+    """Make the directory, or check that nobody else has a hand in it, before anything is opened.
+
+    Raises DiskError that says what is wrong, and what to do.
+    """
+    try:
+        run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _check(run_dir)
+    except OSError as error:
+        raise DiskError(
+            f"{run_dir} cannot be used ({error.strerror}); name a directory that can be written "
+            "with job.run_dir"
+        ) from error
+
+
+def _check(run_dir: Path) -> None:
+    found = run_dir.stat()
+    us = os.getuid()
+    if found.st_uid != us:
+        us = _owner_of_new_files(run_dir)  # a file system may map owners
+    if found.st_uid != us:
+        raise DiskError(
+            f"{run_dir} belongs to user {found.st_uid}, and a job runs what lies in it; name a "
+            "directory of your own with job.run_dir"
+        )
+    if stat.S_IMODE(found.st_mode) & 0o077:
+        run_dir.chmod(0o700)
+    with os.scandir(run_dir) as entries:
+        for entry in entries:
+            owner = entry.stat(follow_symlinks=False).st_uid
+            if owner != us:
+                raise DiskError(f"{entry.path} belongs to user {owner}; remove it")
+            if entry.is_symlink() and not (entry.name in _MAY_BE_LINKS and entry.is_dir()):
+                raise DiskError(f"{entry.path} is a symbolic link; put the file itself there")
+
+
+def _owner_of_new_files(run_dir: Path) -> int:
+    path = run_dir / f".owner-{secrets.token_hex(8)}"
+    try:
+        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    except PermissionError:
+        return -1
+    try:
+        return os.fstat(descriptor).st_uid
+    finally:
+        os.close(descriptor)
+        path.unlink(missing_ok=True)
+
+
+def settle(run_dir: Path) -> None:
+    """Give the directory its identity and name; end what an earlier one at this path has left.
+
+    Only for the holder of its lock. Raises DiskError.
+    """
+    try:
+        before = _read(run_dir)
+        same = _is_same(run_dir, before)
+        if not same:
+            if before:
+                log.warning(
+                    "run_directory_copied",
+                    of=before.get("path"),
+                    consequence="what it records of servers and processes is not used",
+                )
+            end_strays(run_dir)
+        name = str(before.get("name", "")) if same else ""
+        if not name or not is_usable(tmp_directory(name)):
+            name = secrets.token_hex(4)
+        found = identity_record(run_dir)
+        now = {**found, "host": socket.gethostname(), "path": str(run_dir), "name": name}
+        if now != before:
+            write_whole(run_dir / IDENTITY_FILE, json.dumps(now, indent=2) + "\n")
+    except OSError as error:
+        raise DiskError(f"{run_dir} cannot be written: {error.strerror}") from error
+    if not same:
+        for directory in directories_of(run_dir):
+            sweep(directory)
+
+
+def _read(run_dir: Path) -> dict[str, Any]:
+    try:
+        found = json.loads((run_dir / IDENTITY_FILE).read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _is_same(run_dir: Path, before: dict[str, Any]) -> bool:
+    """On another machine, or after a boot, the device may have another number."""
+    now = identity_record(run_dir)
+    keys = ["inode", "owner"]
+    if before.get("machine") == now["machine"]:
+        keys.append("device")
+    return all(before.get(key) == now[key] for key in keys)
+
+
+def end_strays(run_dir: Path) -> None:
+    """End what bears the name of this path and cannot be this directory's: an earlier one's.
+
+    Raises DiskError naming what could not be ended.
+    """
+    found = {
+        row.identity
+        for row in look_at_all().values()
+        if row.is_alive and row.identity.pid != os.getpid() and _is_stray(row.identity, run_dir)
+    }
+    marks = {environment(one.pid).get(EMBEDDED_MARK, "") for one in found}
+    if not found:
+        return
+    log.warning("leftovers_ended", pids=sorted(one.pid for one in found), of=str(run_dir))
+    if left := end(found, _END_LIMIT_S):
+        pids = ", ".join(str(one.pid) for one in left)
+        raise DiskError(f"processes of an earlier run in {run_dir} cannot be ended: pid {pids}")
+    for session in filter(SESSION.fullmatch, {mark[:8] for mark in marks}):
+        shutil.rmtree(short_directory(run_dir) / session, ignore_errors=True)
+    remove_sockets(run_dir)
+
+
+def _is_stray(process: Identity, run_dir: Path) -> bool:
+    if not is_in_our_world(process.pid):
+        return False
+    if environment(process.pid).get(RUN) == str(run_dir):
+        return True
+    # A redis-server overwrites its environment; its log is its standard output.
+    with suppress(OSError):
+        output = str(Path(f"/proc/{process.pid}/fd/1").readlink())
+        return output.removesuffix(" (deleted)") == str(run_dir / "redis.log")
+    return False
+
+
+class Watch:
+    """Notices that the directory was moved, deleted or replaced under a running job."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._inode = identify(run_dir).inode
+        self._missed = 0
+
+    def look(self) -> RunDirectoryLost | None:
+        """Blocks as long as the disk does; what cannot be read proves nothing."""
+        try:
+            found = identify(self._run_dir).inode
+        except (FileNotFoundError, NotADirectoryError):
+            found = -1
+        except OSError:
+            return None
+        self._missed = 0 if found == self._inode else self._missed + 1
+        if self._missed < 2:  # a file system over a network may err once
+            return None
+        what = "is gone" if found == -1 else "is another directory now"
+        return RunDirectoryLost(
+            f"{self._run_dir} {what}: it was moved or deleted while the job ran, so the job was "
+            "stopped without a save; move it back, and the same command goes on from its newest "
+            "checkpoint"
+        )

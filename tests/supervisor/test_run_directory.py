@@ -1,0 +1,279 @@
+"""A run directory is ours alone, knows which one it is, and what of a record is its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from supervisor.control import Control, ask
+from supervisor.embedded import EmbeddedRay, EmbeddedRedis
+from supervisor.errors import AlreadyRunning, DiskError
+from supervisor.lock import acquire, read_holder
+from supervisor.run_directory import Watch, identity_record, open_directory, settle
+from trainer.child import RUN
+from trainer.private import socket_path
+from trainer.snapshot import directory_of
+
+NOBODY = 65534
+root_only = pytest.mark.skipif(os.getuid() != 0, reason="needs root, to be another user")
+
+
+@contextlib.contextmanager
+def process(**variables: str) -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen(["sleep", "600"], env={**os.environ, **variables}) as running:
+        time.sleep(0.05)  # until it is `sleep`
+        yield running
+        running.kill()
+
+
+# --- whose it is --------------------------------------------------------------------------------
+
+
+@root_only
+def test_a_directory_of_another_user_is_refused(tmp_path: Path) -> None:
+    """Root ran Python files that lay there."""
+    run_dir = tmp_path / "job"
+    run_dir.mkdir()
+    os.chown(run_dir, NOBODY, NOBODY)
+    with pytest.raises(DiskError, match=r"belongs to user 65534.*job\.run_dir"):
+        acquire(run_dir)
+    assert list(run_dir.iterdir()) == []
+
+
+@root_only
+def test_what_another_user_has_put_there_is_named(tmp_path: Path) -> None:
+    """The directory was open to all for a while."""
+    (tmp_path / "embedded.json").write_text("{}")
+    os.chown(tmp_path / "embedded.json", NOBODY, NOBODY)
+    with pytest.raises(DiskError, match=r"embedded\.json belongs to user 65534; remove it"):
+        acquire(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["lock", "journal.jsonl", "supervisor.log", "embedded.json"])
+def test_a_file_that_is_a_link_is_not_followed(tmp_path: Path, name: str) -> None:
+    """The target of `lock` was truncated."""
+    precious = tmp_path / "precious"
+    precious.write_text("years of work")
+    run_dir = tmp_path / "job"
+    run_dir.mkdir()
+    (run_dir / name).symlink_to(precious)
+    with pytest.raises(DiskError, match="is a symbolic link"):
+        acquire(run_dir)
+    assert precious.read_text() == "years of work"
+
+
+def test_checkpoints_may_lie_on_another_disk(tmp_path: Path) -> None:
+    """A link to a directory is how one gives them more room."""
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "job").mkdir()
+    (tmp_path / "job" / "checkpoints").symlink_to(tmp_path / "disk")
+    open_directory(tmp_path / "job")
+
+
+def test_a_directory_that_others_could_enter_is_closed(tmp_path: Path) -> None:
+    """`mkdir -p runs/first` before the first start leaves it open to all."""
+    (tmp_path / "job").mkdir(mode=0o755)
+    open_directory(tmp_path / "job")
+    assert (tmp_path / "job").stat().st_mode & 0o777 == 0o700
+
+
+# --- which one it is ----------------------------------------------------------------------------
+
+
+def test_a_copy_neither_uses_nor_ends_the_servers_of_the_original(tmp_path: Path) -> None:
+    """The copy used the original's Redis and Ray, and killed both at its end."""
+    original, copy = tmp_path / "original", tmp_path / "copy"
+    original.mkdir()
+    with acquire(original):
+        settle(original)
+    server, other = EmbeddedRedis(original), EmbeddedRedis(copy)
+    try:
+        address = server.ensure()
+        shutil.copytree(original, copy)
+        assert not other.is_alive()
+        other.stop()
+        assert server.is_alive()
+        with acquire(copy):
+            settle(copy)
+        assert other.ensure().port != address.port
+        other.stop()
+        assert server.is_alive()
+        assert directory_of(copy) != directory_of(original)
+        names = [
+            json.loads((one / "identity.json").read_text())["name"] for one in (original, copy)
+        ]
+        assert len(set(names)) == 2
+    finally:
+        server.stop()
+        other.stop()
+
+
+def test_the_name_in_a_copied_lock_is_nobodys(tmp_path: Path) -> None:
+    """--take-over on a copy, just locked by another, read the original's daemon there."""
+    with acquire(tmp_path / "original"), process() as daemon:
+        holder = read_holder(tmp_path / "original")
+        assert holder is not None
+        shutil.copytree(tmp_path / "original", tmp_path / "copy")
+        told = json.loads((tmp_path / "copy" / "lock").read_text())
+        stat = Path(f"/proc/{daemon.pid}/stat").read_text().rpartition(")")[2].split()
+        told |= {"pid": daemon.pid, "after_boot_s": int(stat[19]) / os.sysconf("SC_CLK_TCK")}
+        (tmp_path / "copy" / "lock").write_text(json.dumps(told))
+        hold = f"flock {tmp_path}/copy/lock sleep 600"
+        with subprocess.Popen(["bash", "-c", f"exec {hold}"], start_new_session=True) as taker:
+            time.sleep(0.2)
+            with pytest.raises(AlreadyRunning, match="nobody's name stands there"):
+                acquire(tmp_path / "copy", take_over=True)
+            os.killpg(taker.pid, signal.SIGKILL)
+        assert daemon.poll() is None
+
+
+@pytest.mark.parametrize("part", ["redis", "ray"])
+def test_a_record_that_was_handed_over_ends_and_removes_nothing(tmp_path: Path, part: str) -> None:
+    """`embedded.json` deleted any directory and killed listed pids."""
+    precious = tmp_path / "precious" / "0123abcd"
+    precious.mkdir(parents=True)
+    run_dir = tmp_path / "job"
+    run_dir.mkdir()
+    with process() as bystander:
+        stat = Path(f"/proc/{bystander.pid}/stat").read_text().rpartition(")")[2].split()
+        pair = [bystander.pid, int(stat[19]) / os.sysconf("SC_CLK_TCK")]
+        record = {
+            **{"mark": "00", "path": str(run_dir), "temp_dir": str(precious), "address": "h:1"},
+            **{"port": 1, "password": "x"},
+            "processes": {"redis-server": pair, "gcs_server": pair, "raylet": pair},
+        }
+        kept = {"directory": identity_record(run_dir), part: record}
+        (run_dir / "embedded.json").write_text(json.dumps(kept))
+        server = EmbeddedRedis(run_dir) if part == "redis" else EmbeddedRay(run_dir)
+        assert not server.is_alive()
+        server.stop()
+        assert bystander.poll() is None
+    assert precious.is_dir()
+
+
+def test_what_a_deleted_directory_of_this_path_has_left_is_ended(tmp_path: Path) -> None:
+    """After kill -9 of the daemon and rm -rf the old workers trained on, unseen."""
+    run_dir = tmp_path / "job"
+    with acquire(run_dir):
+        settle(run_dir)
+    old = EmbeddedRedis(run_dir)
+    old.ensure()
+    snapshots = directory_of(run_dir)
+    snapshots.mkdir(mode=0o700)
+    with process(**{RUN: str(run_dir)}) as worker, process(**{RUN: f"{run_dir}2"}) as other:
+        shutil.rmtree(run_dir)
+        with acquire(run_dir):
+            settle(run_dir)
+        assert worker.wait(5) == -signal.SIGKILL
+        assert not old.is_alive()
+        assert other.poll() is None
+        assert not snapshots.exists()
+    with process(**{RUN: str(run_dir)}) as worker:
+        with acquire(run_dir):  # after kill -9 alone they are adopted
+            settle(run_dir)
+        assert worker.poll() is None
+
+
+def test_a_directory_that_was_moved_or_replaced_is_noticed_on_the_second_look(
+    tmp_path: Path,
+) -> None:
+    """The job went on in a new folder of the old name, then ended with status 70."""
+    run_dir, elsewhere = tmp_path / "job", tmp_path / "elsewhere"
+    run_dir.mkdir()
+    watch = Watch(run_dir)
+    assert watch.look() is None
+    run_dir.rename(elsewhere)
+    assert watch.look() is None  # a file system over a network may err once
+    lost = watch.look()
+    assert lost is not None
+    assert lost.exit_status == 4
+    assert "moved or deleted" in str(lost)
+    run_dir.mkdir()
+    assert "is another directory now" in str(watch.look())
+    run_dir.rmdir()
+    elsewhere.rename(run_dir)
+    assert watch.look() is None
+
+
+# --- what lies in /tmp and /dev/shm -------------------------------------------------------------
+
+
+def test_a_control_socket_that_a_cleaner_removed_is_made_again(tmp_path: Path) -> None:
+    """`status`, `stop` and `fault` said that no daemon ran."""
+
+    async def handler(request: dict[str, object]) -> dict[str, object]:
+        return {"ok": True}
+
+    async def story() -> None:
+        control = Control(tmp_path, handler)
+        await control.start()
+        socket_path(tmp_path).unlink()
+        await control.mend()
+        assert await asyncio.to_thread(ask, tmp_path, {"command": "status"})
+        await control.close()
+        await control.mend()
+        assert not socket_path(tmp_path).exists()
+
+    asyncio.run(story())
+
+
+AS_A_VICTIM = """
+import asyncio, concurrent.futures.thread, encodings.ascii, encodings.idna, os, sys
+from pathlib import Path
+from supervisor.control import Control, ask
+from supervisor.lock import acquire
+from supervisor.run_directory import settle
+from trainer.private import short_directory
+from trainer.snapshot import directory_of
+os.setgid(54321)
+os.setuid(54321)
+run_dir = Path(sys.argv[1]) / "job"
+before = directory_of(run_dir)
+
+async def answer(request):
+    return {"ok": True}
+
+async def story():
+    control = Control(run_dir, answer)
+    await control.start()
+    print("said", (await asyncio.to_thread(ask, run_dir, {"command": "status"}))["ok"])
+    await control.close()
+
+with acquire(run_dir):
+    settle(run_dir)
+    asyncio.run(story())
+print("said", directory_of(run_dir) != before)
+place = short_directory(run_dir)
+print("said", oct(place.stat().st_mode & 0o777))
+place.rmdir()
+"""
+
+
+@root_only
+def test_a_squatter_in_tmp_or_shared_memory_stops_nobody(tmp_path: Path) -> None:
+    """Another user made /tmp/everstep-UID first: status 4, and no way round."""
+    squatted = Path("/tmp/everstep-54321")
+    squatted.mkdir()
+    os.chown(squatted, NOBODY, NOBODY)
+    home = Path("/tmp") / f"victim-{os.getpid()}"
+    home.mkdir()
+    os.chown(home, 54321, 54321)
+    try:
+        command = [sys.executable, "-c", AS_A_VICTIM, str(home)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        said = [line for line in done.stdout.splitlines() if line.startswith("said ")]
+        assert said == ["said True", "said True", "said 0o700"], done.stderr
+    finally:
+        squatted.rmdir()
+        shutil.rmtree(home)
