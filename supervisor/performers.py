@@ -70,6 +70,10 @@ def start_of(effect: x.StartWorkers | x.PrepareStandby) -> dict[str, Any]:
     return {"restore_point": None if effect.kind == "seed" else point, "skips": effect.skips}
 
 
+def _key(kind: str, point: RestorePoint | Snapshot) -> tuple[str, int, int]:
+    return kind, point.generation, point.step
+
+
 class Disk(Protocol):
     """The files of a run; two of them: real, and the one of the tests."""
 
@@ -352,6 +356,9 @@ class Performers:
             snapshots = []
         if isinstance(snapshots, BaseException):
             raise snapshots
+        rejected = set(effect.rejected)
+        snapshots = [one for one in snapshots if _key("snapshot", one) not in rejected]
+        points = [point for point in points if _key(point.kind, point) not in rejected]
         if effect.step_max >= 0:
             points, snapshots = await self._roll_back(effect, points, snapshots)
         common["at"] = self.clock()

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from supervisor.cluster import ClusterError
+from supervisor.fsm.job import Limits
+from supervisor.replay import replay_file
 from tests.sim.run import Sim, simulate
-from tests.sim.world import Script, SimCluster, SimDisk
+from tests.sim.world import Fault, Script, SimCluster, SimDisk
 
 SILENT = ClusterError("the slot of rank 1 did not answer `discard_snapshot` within 5.0 s")
 
@@ -55,3 +57,23 @@ def test_a_rollback_that_meets_an_error_is_tried_again(
     assert sim.status == 0
     assert (chosen(sim)["kind"], chosen(sim)["step"]) == ("checkpoint", 30)
     assert all(snapshot.generation > 1 for snapshot in sim.cluster.held)
+
+
+def test_a_damaged_snapshot_that_cannot_be_discarded_is_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slot answered late when a rejected snapshot was to be discarded: the job failed with "do
+    not requeue", though an older snapshot and checkpoints were there."""
+    left = fail(monkeypatch, SimCluster, "discard_snapshot", SILENT)
+    faults = [
+        Fault(kind="kill", step=36),
+        Fault(kind="reject", phase="restore", generation=2, rank=0),
+    ]
+    script = Script(steps=60, snapshot_every=1, faults=faults)
+    path = tmp_path / "journal.jsonl"
+    sim = simulate(path, script, limits=Limits(standby="generation"))
+    assert left == [1]
+    assert sim.status == 0
+    assert (chosen(sim)["kind"], chosen(sim)["step"]) == ("snapshot", 35)
+    assert sim.cluster.held[-1].generation == sim.daemon.job.active
+    assert replay_file(path).difference == ""

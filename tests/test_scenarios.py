@@ -244,9 +244,9 @@ SCENARIOS = {
             Fault(kind="reject", phase="restore", generation=2, rank=0),
             quarantine_fails=True,
         ),
-        status=4,
-        states=[*START, "DRAINING", "RESTORING", "DRAINING", "FAILED"],
-        events=["housekeeping_failed"],
+        states=[*START, "DRAINING", "RESTORING", *RECOVERY, *END],
+        events=["restore_point_rejected", "housekeeping_failed"],
+        check=lambda sim: (restored(sim, 10), spent(sim, worker=1)),
     ),
     "no_restore_point_is_left": Scenario(
         faulty(

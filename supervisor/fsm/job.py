@@ -73,6 +73,7 @@ PURPOSES = ("", "recover", "stop", "fail", "complete")
 DIFFERENCES_KEPT = 20  # lines
 SELECT_AGAIN_S = 5.0
 SAVES_FAILED_MAX = 3  # in a row, if none has ever worked
+REJECTED_KEPT = 64  # more restore points than there ever are at once
 # Between starts of a standby that failed `standby_failures_max` times running: from, doubled, to.
 STANDBY_PAUSE_MIN_S = 60.0
 STANDBY_PAUSE_MAX_S = 3600.0
@@ -135,6 +136,7 @@ class Job:
     committed_step: int = -1
     saves_failed: int = 0  # In a row, on a disk that is fine.
     verified: tuple[tuple[int, int], ...] = ()  # (generation, step) of the newest checkpoints
+    rejected: tuple[tuple[str, int, int], ...] = ()  # (kind, generation, step), found damaged
     stepped: bool = False  # Some generation finished a step: the user's code can work.
     purpose: str = ""
     stage: str = ""  # What the state waits for: every order that starts something sets it.
@@ -303,7 +305,11 @@ class Job:
         if self.standby is not None:
             self.ahead = "looking"
             self.effects.append(
-                SelectRestorePoint(generation=self.standby, seed_allowed=self.committed_step < 0)
+                SelectRestorePoint(
+                    generation=self.standby,
+                    seed_allowed=self.committed_step < 0,
+                    rejected=self.rejected,
+                )
             )
 
     def preload_standby(self, event: RestorePointSelected) -> None:
@@ -340,6 +346,7 @@ class Job:
                 seed_allowed=self.committed_step < 0,
                 step_max=self.step_max,
                 checkpoints_only=self.checkpoints_only,
+                rejected=self.rejected,
             )
         )
 
@@ -644,6 +651,8 @@ class Job:
 
     def quarantine_restore_point(self, event: RestorePointRejected) -> None:
         self.stage = "quarantine"
+        rejected = (self.restore_kind, self.restore_saved_by, self.restore_step)
+        self.rejected = (*self.rejected, rejected)[-REJECTED_KEPT:]
         if self.restore_kind == "checkpoint":
             bad = (self.restore_saved_by, self.restore_step)
             self.verified = tuple(each for each in self.verified if each != bad)

@@ -429,9 +429,9 @@ DRAINING = [
         e.HousekeepingFailed,
         S.DRAINING,
         None,
-        "a damaged restore point that cannot be moved would be picked again for ever",
+        "it stays where it is, and is not picked again all the same",
         when="quarantine_failed",
-        do="drain_to_fail kill_workers",
+        do="kill_workers report_housekeeping",
     ),
     on(
         e.StopRequested,
