@@ -450,7 +450,7 @@ class Job:
 
     def quarantine_slots_later(self, event: ExitUnproven) -> None:
         """The active generation trains in these slots: they are placed anew when it has ended."""
-        self.quarantined = True
+        self.quarantined = self.slots_placed
         self._note_unproven(event)
 
     def _discard_standby(self) -> None:

@@ -182,6 +182,20 @@ def test_what_only_a_started_generation_can_report_changes_nothing_before(event:
     assert (move.target, move.effects) == (State.RESTORING, ())
 
 
+def test_a_doubt_about_slots_that_are_gone_does_not_touch_the_new_ones() -> None:
+    """The exit of the standby could not be proven in slots that were being placed anew already."""
+    machine = running(limits=Limits(standby="generation"))
+    machine.handle(e.FirstStepTaken(at=1.0, generation=1, step=0))
+    machine.handle(e.SlotLost(at=2.0, generation=1, ranks=(0,), why="w"))
+    machine.handle(e.WorkersGone(at=3.0, generation=1, exits=()))
+    machine.handle(selected(3))
+    machine.handle(e.ExitUnproven(at=4.0, generation=2, unproven=("pid 7 on n",), exits=()))
+    machine.handle(e.SlotsPlaced(at=5.0, generation=3, placement=2, slots=()))
+    assert machine.job.slots_placed
+    assert not machine.job.quarantined
+    assert machine.job.unproven == ("pid 7 on n",)
+
+
 def test_a_cluster_lost_after_its_slots_is_the_same_incident() -> None:
     """The node of the head takes slots and head with it: one after the other, one charge."""
     machine = running()
