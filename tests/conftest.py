@@ -8,6 +8,11 @@ import subprocess
 from collections.abc import Generator
 
 import pytest
+from hypothesis import settings
+
+# On a CI server Hypothesis would try the same examples for ever.
+settings.register_profile("fresh", derandomize=False, print_blob=True)
+settings.load_profile("fresh")
 
 NAMESPACES = ("unshare", "--mount", "--pid", "--net", "--fork", "true")
 

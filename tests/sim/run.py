@@ -112,12 +112,12 @@ def simulate(
         kept.script = script
         cluster = SimCluster(script, kept)
         given = (path, script, limits or Limits(), cluster, kept)
-        life = functools.partial(_life, *given, roll_bytes=roll_bytes, fence=fence)
+        one = functools.partial(life, *given, roll_bytes=roll_bytes, fence=fence)
         try:
             if die_after is None:
-                return await life(meddle or {}, epoch)
+                return await one(meddle or {}, epoch)
             try:
-                return await life(meddle or {}, epoch, die_after)
+                return await one(meddle or {}, epoch, die_after)
             except Killed:
                 await asyncio.sleep(dead_s)
                 now = loop.time()
@@ -126,8 +126,8 @@ def simulate(
                 records = Journal(path, epoch=0).records
                 if inherit(records) is None and past_of(records).state in SAFE_STATES:
                     return None
-                sim = await life(later, epoch + 1, renews=renews)
-                return sim if sim.status is not None else await life({}, epoch + 1, anew=True)
+                sim = await one(later, epoch + 1, renews=renews)
+                return sim if sim.status is not None else await one({}, epoch + 1, anew=True)
         finally:
             await cluster.end_all()
 
@@ -137,7 +137,7 @@ def simulate(
         loop.close()
 
 
-async def _life(
+async def life(
     path: Path,
     script: Script,
     limits: Limits,
