@@ -318,12 +318,14 @@ class _Assembly:
         last = self.steps_done.last or await asyncio.to_thread(last_row, self.run_dir) or {}
         daemon, job = self.daemon, self.daemon.job
         rows = daemon.chronicle.recoveries()
+        step = job.result.get("step", max(job.committed_step, 0))
         self.result = {
             "state": effect.state,
             "exit_status": effect.exit_status,
             "reason": effect.reason,
             "traceback": daemon.chronicle.traceback if effect.state == State.FAILED.name else None,
-            "step": job.result.get("step", max(job.committed_step, 0)),
+            "step": step,
+            "steps_lost": self.steps_done.beyond(step),
             "params_digest": job.result.get("params_digest"),
             "loss": job.result.get("loss", last.get("loss")),
             "held_out_loss": job.result.get("held_out_loss"),
@@ -423,6 +425,7 @@ class _Assembly:
             beats=self.beats,
             changed=self.changed,
             code_changed=self.code.changed,
+            drain_warning=self.daemon.drain_warning,
             disk=self.troubles.rows((self.daemon.job.active, self.daemon.job.standby)),
             drills=self.settings.drills_allowed,
             result=self.result,
@@ -440,7 +443,8 @@ class _Assembly:
                 now = bool(request.get("now"))
                 event = e.StopRequested(at=self.clock(), by="operator", now=now)
                 self.daemon.post(event)
-                return {"ok": True}
+                warning = "" if now else self.daemon.drain_warning
+                return {"ok": True, **({"message": warning} if warning else {})}
             case "fault":
                 return await self._order_drill(request)
             case other:

@@ -312,7 +312,9 @@ def stop(options: argparse.Namespace) -> int:
     from supervisor.recorded import read_result
 
     run_dir = _run_dir(options)
-    ask(run_dir, {"command": "stop", "now": options.now})
+    answer = ask(run_dir, {"command": "stop", "now": options.now})
+    if answer.get("message"):
+        _say(answer["message"], file=sys.stderr)
     if not options.wait:
         print("The order is accepted; `status` shows how far it is.")
         return 0
@@ -378,6 +380,8 @@ def _print_result(run_dir: Path) -> None:
     step = "" if result.get("step") is None else f" at step {result['step']}"
     reason = f": {one_line(result['reason'])}" if result.get("reason") else ""
     _say(f"{result.get('state')}{step}{reason}")
+    if result.get("steps_lost"):
+        _say(f"Steps that were done after it and not saved: {result['steps_lost']}")
     if result.get("traceback"):
         _say(textwrap.indent(str(result["traceback"]), "  "))
     _say(f"Files: {run_dir}")

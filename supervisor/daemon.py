@@ -86,6 +86,9 @@ class Daemon:
         self.performers = performers_of(self)
         self.last_move: Move | None = None
         self.chronicle = Chronicle.of(journal.records)
+        for record in journal.records:
+            if record["kind"] == "move":
+                self._note_save(record["event"])
         self.journal_lost_since: float | None = None
         self.superseded: EverstepError | None = None
         """Why this daemon ends and leaves everything as it is."""
@@ -140,6 +143,21 @@ class Daemon:
         """Something changed that may let the run end."""
         self._awake.set()
 
+    @property
+    def drain_warning(self) -> str:
+        """What a stop will probably lose; empty if its last save fits into `drain_s`."""
+        save_s, drain_s = self.performers.save_s, self.performers.drain_s
+        if save_s <= drain_s:
+            return ""
+        return (
+            f"a save took {save_s:.1f} s and deadlines.drain_s is {drain_s:g} s: the last one may "
+            f"be cut off, and the steps after {max(0, self.job.committed_step)} be lost"
+        )
+
+    def _note_save(self, event: dict[str, Any]) -> None:
+        if event["event"] == "checkpoint_committed":
+            self.performers.note_save(float(event["duration_s"]))
+
     def interrupt(self, number: int) -> None:
         """A signal: the first asks for a drain, the second for the end at once.
 
@@ -153,6 +171,8 @@ class Daemon:
         self._interrupted_at = at
         self.stops += 1
         log.warning("signal_received", signal=signal.Signals(number).name, times=self.stops)
+        if warning := self.drain_warning:
+            log.warning("drain_is_short", why=warning)
         self._stop()
 
     def repeat_interrupts(self, stops: int) -> None:
@@ -236,6 +256,7 @@ class Daemon:
         for record in records:
             if record["kind"] == "move":
                 self.chronicle.take(record)
+                self._note_save(record["event"])
                 self._trail.append(record)
         self.timers.end_owners(self.job.owner)
         for move in moves:

@@ -82,6 +82,10 @@ class Deadlines:
             elif longest > self._longest_s.get(phase, 0.0):
                 self._longest_s[phase] = longest
 
+    def learn_save(self, seconds: float) -> None:
+        """Take in how long a checkpoint took to be committed: the last one is waited for."""
+        self.learn(0, {"checkpoint": (seconds, seconds)})
+
     def forget_ranks_from(self, world_size: int) -> None:
         """Drop the step times of ranks that a smaller generation no longer has."""
         self._steps = {rank: pair for rank, pair in self._steps.items() if rank < world_size}

@@ -269,6 +269,8 @@ def _trouble(snapshot: Snapshot) -> Text | None:
     for row in (snapshot.get("disk") or ())[:2]:
         where = f"{row.get('what')} of rank {row.get('rank')}"
         parts.append(f"no {where} on the disk since {clock(row.get('since'))}: {row.get('why')}")
+    if snapshot.get("drain_warning"):
+        parts.append(str(snapshot["drain_warning"]))
     if keys := snapshot.get("settings_changed"):
         parts.append(f"changed, and counting when workers start anew: {', '.join(keys)}")
     if files := snapshot.get("code_changed"):

@@ -48,6 +48,10 @@ class StepSums:
         """The share of the time spent on steps that count."""
         return round(min(1.0, self.useful_s / elapsed_s), 4) if elapsed_s > 0 else None
 
+    def beyond(self, step: int) -> int:
+        """How many steps were done and are not among the first `step` ones."""
+        return max(0, self._first + len(self._seconds) - step) if self._seconds else 0
+
     def _take(self, line: bytes) -> None:
         try:
             row = json.loads(line)

@@ -79,6 +79,7 @@ class _Track:
     phase: str = "initialize"
     step: int = -1
     path_broken: bool = False
+    save_s: float = 0.0  # what a last save was promised
     promoted: bool = False  # it was told to train: to wait on is no excuse any more
     unanswered_since: float | None = None
     testimony: Mapping[str, Any] | None = None
@@ -138,6 +139,15 @@ class HeartbeatMonitor:
         for track in self._armed[generation].values():
             track.promoted = True
             track.rearm(now)
+
+    def promise_save(self, generation: int, seconds: float) -> None:
+        """Take no silence in the last save of a generation for a hang, for so long."""
+        for track in self._armed.get(generation, {}).values():
+            track.save_s = seconds
+
+    def learn_save(self, seconds: float) -> None:
+        """Take in how long a checkpoint took to be committed."""
+        self._deadlines.learn_save(seconds)
 
     def disarm(self, generation: int) -> None:
         """Stop watching a generation and forget all about it; no error if it was not watched."""
@@ -279,7 +289,8 @@ class HeartbeatMonitor:
         if track.phase == "wait" and track.promoted:
             return self._deadlines.limit_s("restore", warm=False)
         warm = track.message is not None and track.phase in track.message.durations
-        return self._deadlines.limit_s(track.phase, warm=warm)
+        limit_s = self._deadlines.limit_s(track.phase, warm=warm)
+        return max(limit_s, track.save_s) if track.phase == "checkpoint" else limit_s
 
     def _culprits(self, stalled: list[_Track], now: float) -> list[_Track]:
         """Who does not even beat, or is stopped; else who is furthest behind; else everybody."""

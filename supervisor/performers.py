@@ -158,6 +158,7 @@ class Performers:
         self.on_outcome, self.on_action, self.on_bug = on_outcome, on_action, on_bug
         self.on_change, self.on_connected = on_change, on_connected
         self.fence = fence
+        self.save_s = 0.0  # the longest that a checkpoint took
         self.rosters: dict[int, Roster] = {}
         self.pids: dict[int, dict[int, int]] = {}
         self.nodes: dict[int, str] = {}
@@ -205,6 +206,13 @@ class Performers:
     def forget_cluster(self) -> None:
         """The cluster is lost: the next placement connects anew."""
         self._reached = False
+
+    def note_save(self, seconds: float) -> None:
+        """Remember how long a checkpoint took: the last one of a drain may take as long."""
+        if self.save_s <= self.drain_s < seconds:
+            log.warning("save_exceeds_drain", save_s=seconds, drain_s=self.drain_s)
+        self.save_s = max(self.save_s, seconds)
+        self.monitor.learn_save(seconds)
 
     def launch(self, effect: x.Effect) -> None:
         """Begin an effect; returns at once."""
@@ -558,6 +566,7 @@ class Performers:
         generation = effect.generation
         roster = self.rosters[generation]
         others = range(1, self.workers)
+        self.monitor.promise_save(generation, self.drain_s)
         try:
             async with asyncio.timeout(self.drain_s):
                 await self.cluster.order(generation, 0, {"order": "stop"})

@@ -9,7 +9,7 @@ from supervisor.metrics import last_row
 JOURNAL_FILE = "journal.jsonl"
 RESULT_FILE = "result.json"
 _TYPES: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys(("step", "generation", "exit_status"), (int,)),
+    **dict.fromkeys(("step", "steps_lost", "generation", "exit_status"), (int,)),
     **dict.fromkeys(("loss", "held_out_loss"), (int, float)),
     **dict.fromkeys(("state", "reason", "traceback"), (str,)),
 }

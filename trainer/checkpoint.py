@@ -47,7 +47,11 @@ from trainer.whole import flush
 
 FINISHED_MARK = "commit_success.txt"
 SAVE_WAIT_S = 60.0
-"""How long the loop waits for the save before it, at most; and a part for the others."""
+"""How long a save may show no progress before it is given up; and a part's wait for the others."""
+
+_PROGRESS_LOOK_S = 0.5
+_PROGRESS_BYTES = 1 << 16
+"""Read or written by this process in between; less may be anything."""
 
 VERIFIED, FAILED = ".verified", ".failed"
 """How a rank says beside its part that it is on the disk and was read back, or will never be."""
@@ -159,14 +163,16 @@ class Saver:
         self._last_committed = -1
         self._last_error = ""
         self._attempts: Counter[int] = Counter()
+        self.on_progress: Callable[[], None] = lambda: None
+        """Called by a thread that waits for a save, as long as that goes on."""
 
     def save(self, step: int, content: Content, meta: Meta) -> None:
-        """Begin to save; waits for the save before this one, at most `SAVE_WAIT_S`.
+        """Begin to save; waits for the save before this one, as long as that goes on.
 
         A step that is committed is not saved again; one that failed is.
         """
         if not self.wait():
-            text = f"the save before it did not end within {SAVE_WAIT_S:.0f} s"
+            text = f"the save before it made no progress for {SAVE_WAIT_S:.0f} s"
             self._on_outcome(SaveFailed(step=step, error=text))
             return
         if step == self._last_committed:
@@ -174,14 +180,22 @@ class Saver:
         self._idle.clear()
         self._work.put((step, content, meta))
 
-    def wait(self, timeout_s: float = SAVE_WAIT_S) -> bool:
-        """Until no save is running; False when the time is up."""
-        return self._idle.wait(timeout_s)
+    def wait(self) -> bool:
+        """Until no save is running; False if it shows no progress for `SAVE_WAIT_S`."""
+        seen, since = _bytes_moved(), time.monotonic()
+        while not self._idle.wait(_PROGRESS_LOOK_S):
+            now = _bytes_moved()
+            if now - seen >= _PROGRESS_BYTES:
+                seen, since = now, time.monotonic()
+                self.on_progress()
+            elif time.monotonic() - since > SAVE_WAIT_S:
+                return False
+        return True
 
     def require(self, step: int) -> None:
         """Wait until no save is running. Raises `NotSaved` if this step is not committed then."""
         if not self.wait():
-            raise NotSaved(f"the save of step {step} did not end within {SAVE_WAIT_S:.0f} s")
+            raise NotSaved(f"the save of step {step} made no progress for {SAVE_WAIT_S:.0f} s")
         if step != self._last_committed:
             text = f"step {step} could not be saved: {self._last_error}"
             raise NotSaved(text, may_pass=any(sign in text for sign in _DISK_SIGNS))
@@ -261,14 +275,16 @@ class Saver:
 
     def _await_parts(self, path: Path, step: int) -> None:
         """Until the other ranks' parts are written and read back; raises OSError if one is not."""
-        deadline = time.monotonic() + SAVE_WAIT_S
+        there, deadline = -1, time.monotonic() + SAVE_WAIT_S
         for part in range(1, self._parts):
             name = path / _part_name(part, self._parts)
             while not name.with_suffix(VERIFIED).is_file():
                 if (failed := self._failed(name, step)).exists():
                     raise OSError(f"{name} was not saved: {failed.read_text()}")
                 if time.monotonic() > deadline:
-                    raise OSError(f"{name} was not saved within {SAVE_WAIT_S:.0f} s")
+                    if (now := _size(path)) == there:
+                        raise OSError(f"{name} made no progress for {SAVE_WAIT_S:.0f} s")
+                    there, deadline = now, time.monotonic() + SAVE_WAIT_S
                 time.sleep(_LOOK_S)
 
     def _failed(self, part: Path, step: int) -> Path:
@@ -530,9 +546,21 @@ def _loaded(target: Any, stored: Any) -> Any:
 
 
 def _committed(step: int, path: Path, started: float) -> Committed:
-    size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
     seconds = time.monotonic() - started
-    return Committed(step=step, path=str(path), seconds=seconds, bytes=size)
+    return Committed(step=step, path=str(path), seconds=seconds, bytes=_size(path))
+
+
+def _size(path: Path) -> int:
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+
+
+def _bytes_moved() -> int:
+    """What this process has read and written so far, by whichever thread; 0 where none says it."""
+    try:
+        text = Path("/proc/self/io").read_text(encoding="ascii")
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) for line in text.splitlines()[:2])
 
 
 def _part_name(part: int, parts: int) -> str:

@@ -294,6 +294,7 @@ class ModelTrainer:
                 part=self._context.rank,
                 parts=parts,
             )
+            self._saver.on_progress = self._beat.tick
 
     def _report_save(self, outcome: Committed | SaveFailed) -> None:
         """With the last step on which all replicas agreed, for whoever decides what is kept."""

@@ -79,6 +79,8 @@ class Script:
     store_away: tuple[float, float] = (FOREVER, FOREVER)
     disk_unreadable: tuple[float, float] = (FOREVER, FOREVER)
     last_save_hangs: bool = False
+    # Saves run beside the training and take so long; only the last one is waited for.
+    beside_s: float = 0.0
     orphans_ended: Record | None = None  # how, while no daemon was there
     quarantine_fails: bool = False
     prune_fails: bool = False
@@ -350,6 +352,8 @@ class SimCluster:
             await self._phase(crew, "step", at, script.step_s, point)
             await self._look_at_the_numbers(generation, crew, at)
             typical = {"step": (script.step_s, script.step_s)}
+            if script.beside_s and at >= script.checkpoint_every:
+                typical["checkpoint"] = (script.save_s, script.save_s)
             for worker in crew:
                 worker.durations = typical
                 if at == first:
@@ -426,13 +430,20 @@ class SimCluster:
         return stop_after
 
     async def _save(self, crew: list[Worker], generation: int, at: int) -> None:
-        await self._phase(crew, "checkpoint", at, self.script.save_s, None)
+        is_last = at == self.script.steps or at % self.script.checkpoint_every > 0
+        waits_s = self.script.beside_s if is_last and self.script.beside_s else self.script.save_s
+        await self._phase(crew, "checkpoint", at, waits_s, None)
         if at in self.script.save_fails_at:
             self.say(crew[0], "checkpoint_failed", step=at, error="the disk is full")
             return
         path = self.disk.commit(generation, at)
         agreed = at // self.script.agreed_every * self.script.agreed_every
-        facts = {"path": path, "seconds": 0.05, "bytes": 1, "agreed_step": agreed}
+        facts = {
+            "path": path,
+            "seconds": self.script.beside_s or 0.05,
+            "bytes": 1,
+            "agreed_step": agreed,
+        }
         self.say(crew[0], "checkpoint_committed", step=at, **facts)
 
     async def _phase(

@@ -84,3 +84,12 @@ def test_a_smaller_generation_forgets_the_ranks_it_no_longer_has():
     limits.learn(3, {"step": (9.0, 9.0)})
     limits.forget_ranks_from(2)
     assert limits.limit_s("step") == pytest.approx(1.5)
+
+
+def test_a_committed_save_is_learned_from():
+    """A save of 45 s was taken for a hang after 30 s, although the one before had taken as long."""
+    limits = deadlines()
+    limits.learn(0, {"checkpoint": (0.1, 0.1)})
+    assert limits.limit_s("checkpoint") == FLOORS_S["checkpoint"]
+    limits.learn_save(45.0)
+    assert limits.limit_s("checkpoint") == 450.0

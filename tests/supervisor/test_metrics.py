@@ -98,3 +98,13 @@ def test_a_run_without_rows_has_none(tmp_path: Path) -> None:
     sums = StepSums(tmp_path)
     sums.read()
     assert (sums.last, last_row(tmp_path)) == (None, None)
+
+
+def test_steps_that_no_save_holds_are_counted(tmp_path: Path, path: Path) -> None:
+    """A drain that is cut off loses steps, and the result did not say how many."""
+    sums = StepSums(tmp_path)
+    assert sums.beyond(0) == 0
+    add(path, *(row(1, step) for step in range(50, 94)))
+    sums.read()
+    assert sums.beyond(50) == 44
+    assert sums.beyond(94) == sums.beyond(100) == 0

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import threading
+import time
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -192,7 +193,7 @@ def test_a_failed_save_is_told_and_the_next_one_works(tmp_path: Path) -> None:
     blocker.unlink()
     saver.save(8, state(), meta(8))
     assert isinstance(outcomes.wait(2)[1], Committed)
-    assert saver.wait(10)
+    assert saver.wait()
 
 
 @pytest.mark.parametrize(
@@ -241,7 +242,7 @@ def test_a_step_is_saved_once(tmp_path: Path) -> None:
     saver = Saver(tmp_path, 1, outcomes)
     saver.save(4, state(), meta(4))
     saver.save(4, state(), meta(4))
-    assert saver.wait(60)
+    assert saver.wait()
     saver.save(5, state(), meta(5))
     assert [outcome.step for outcome in outcomes.wait(2)] == [4, 5]
 
@@ -291,3 +292,44 @@ def test_a_digest_needs_no_copy_of_the_state() -> None:
     finally:
         tracemalloc.stop()
     assert peak < size // 16
+
+
+def test_a_save_that_goes_on_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A healthy job whose last save took longer than a fixed minute never came to its end."""
+
+    def slow(path: Path) -> None:
+        (tmp_path / "traffic").write_bytes(b"0" * 200_000)
+        time.sleep(0.1)
+
+    monkeypatch.setattr(checkpoint, "flush", slow)
+    monkeypatch.setattr(checkpoint, "SAVE_WAIT_S", 0.9)
+    outcomes, ticks = Outcomes(), []
+    saver = Saver(tmp_path, 1, outcomes)
+    saver.on_progress = lambda: ticks.append(time.monotonic())
+    began = time.monotonic()
+    saver.save(4, state(), meta(4))
+    saver.require(4)
+    assert time.monotonic() - began > 2 * 0.9
+    assert len(ticks) > 2
+    assert isinstance(outcomes.wait(1)[0], Committed)
+
+
+def test_a_save_that_does_not_go_on_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that hangs for good must not hold the loop for good."""
+    over = threading.Event()
+    monkeypatch.setattr(checkpoint, "flush", lambda path: over.wait(60))
+    monkeypatch.setattr(checkpoint, "SAVE_WAIT_S", 0.6)
+    outcomes, ticks = Outcomes(), []
+    saver = Saver(tmp_path, 1, outcomes)
+    saver.save(4, state(), meta(4))
+    while not any(tmp_path.rglob("commit_success.txt")):
+        time.sleep(0.05)
+    saver.on_progress = lambda: ticks.append(time.monotonic())
+    time.sleep(0.2)
+    with pytest.raises(checkpoint.NotSaved, match="no progress for"):
+        saver.require(4)
+    assert ticks == []
+    over.set()
+    outcomes.wait(1)
