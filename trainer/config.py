@@ -255,7 +255,8 @@ class GuardSettings(Section):
         default=0.0,
         ge=0.0,
         le=1e30,
-        description="a loss above so many times the median of the last steps; 0 = anything goes",
+        description="a loss is a spike if it exceeds the median of the last steps by more than "
+        "(spike_factor - 1) times their median size; 0 = off",
     )
     spike: Policy = Field(default="rollback", description="the same for such a loss")
     spike_window_steps: int = Field(

@@ -73,6 +73,9 @@ def describe(error: BaseException, task: str = "") -> ErrorReport:
     roots = _of_module(task.partition(":")[0])
     frames = traceback.extract_tb(error.__traceback__)
     theirs = [frame for frame in frames if _is_users(frame.filename, roots)]
+    if isinstance(error, TaskError) and not theirs and error.__cause__ is not None:
+        caused = traceback.extract_tb(error.__cause__.__traceback__)
+        theirs = [frame for frame in caused if _is_users(frame.filename, roots)]
     ours = [frame for frame in frames if _lies_in(frame.filename, (str(_TRAINER),))]
     if isinstance(error, SyntaxError) and error.filename:
         place = traceback.FrameSummary(error.filename, error.lineno or 0, "<module>")
@@ -81,10 +84,13 @@ def describe(error: BaseException, task: str = "") -> ErrorReport:
     innermost = shown[-1] if shown else None
     final = "".join(traceback.format_exception_only(error)).strip()
     text = "".join(traceback.format_list(shown[-_FRAMES_MAX:])) + final
+    frame = f"{innermost.filename}:{innermost.lineno} in {innermost.name}" if innermost else ""
+    if isinstance(error, TaskError) and error.frame:
+        frame = error.frame
     return ErrorReport(
         type=type(error).__name__,
         message=_cut(str(error), _TEXT_MAX // 2),
-        frame=f"{innermost.filename}:{innermost.lineno} in {innermost.name}" if innermost else "",
+        frame=frame,
         traceback=_cut(text, _TEXT_MAX),
         user=_is_users_fault(error, bool(theirs)),
     )

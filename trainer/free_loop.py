@@ -518,7 +518,10 @@ def _no_step(state: State, batch: Any) -> Any:
 
 
 def _arrays(state: State) -> State:
-    """The same with jax arrays for numbers and numpy arrays; raises `TaskError` for others."""
+    """The same with jax arrays for numbers and numpy arrays.
+
+    Raises `TaskError` for what is none, and for what would lose bits that way.
+    """
     leaves = step.named_leaves(state)
     if not leaves:
         raise TaskError("a state is a pytree of arrays, and this one holds none")
@@ -528,14 +531,9 @@ def _arrays(state: State) -> State:
 
 
 def _array(name: str, leaf: Any) -> Any:
-    if isinstance(leaf, jax.Array):
-        return leaf
-    if isinstance(leaf, np.ndarray | np.generic | bool | int | float | complex):
-        return jnp.asarray(leaf)
-    raise TaskError(
-        f"state: {name} is a {type(leaf).__name__}, no array: keep it out of the state "
-        "(nnx.split, equinox.partition)"
-    )
+    if flaw := step.flaw_of(leaf):
+        raise TaskError(f"state: {name} {flaw}")
+    return leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
 
 
 def _copy(leaf: Any) -> Any:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from trainer import model
 from trainer.architecture import Architecture
 from trainer.settings import SettingsError
+from trainer.step import seed_key
 
 _ROUND = 64  # tokens; prompts of similar length share a program
 
@@ -49,7 +50,7 @@ def generate(
     step = _program(architecture, compute, temperature)
     on_device = {name: jnp.asarray(values) for name, values in params.items()}
     tokens = jnp.zeros((1, padded), jnp.int32).at[0, : len(prompt)].set(jnp.asarray(prompt))
-    key = jax.random.key(seed)
+    key = seed_key(seed)
     start, last = 0, len(prompt) - 1
     for number in range(count):
         # What lies behind the prompt in the cache is overwritten before anything looks at it.

@@ -76,8 +76,11 @@ class Guard:
         enough = len(self._recent) * 2 >= self._settings.spike_window_steps
         if not self._settings.spike_factor or not enough:
             return math.inf
+        # From the median, by what the losses measure: they may be negative, or change their sign.
+        size = statistics.median(map(abs, self._recent))
+        above = (self._settings.spike_factor - 1) * size
         # As the compiled step will see it: both must draw the same line.
-        return float(np.float32(self._settings.spike_factor * statistics.median(self._recent)))
+        return float(np.float32(statistics.median(self._recent) + above))
 
     def judge(self, metrics: Mapping[str, float]) -> Anomaly | None:
         """What is wrong with a step, if anything."""
@@ -88,7 +91,7 @@ class Guard:
             return self._bounded(wild, metrics[wild], self._settings.nonfinite, why)
         if loss > limit:
             why = f"the loss {loss:.6g} is above {limit:.6g}, which is spike_factor = "
-            why += f"{self._settings.spike_factor:g} times the median of the last steps"
+            why += f"{self._settings.spike_factor:g} times the usual size of the last steps"
             return self._bounded("loss", loss, self._settings.spike, why)
         self._skipped = 0
         self._recent.append(loss)

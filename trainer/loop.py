@@ -29,7 +29,7 @@ from trainer.pace import DEFAULT_FAILURE_EVERY_S, Pace
 from trainer.pieces import Assembly, extent, form
 from trainer.snapshot_writer import Interval, SnapshotContext, SnapshotFailed, SnapshotWriter
 from trainer.spec import RestorePoint, Snapshots
-from trainer.task import Context, State, Task, load_task, require_json
+from trainer.task import WEIGHT, Context, State, Task, TaskError, load_task, require_json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -308,18 +308,28 @@ class ModelTrainer:
         The metrics of a step are written before its checkpoint: no restored run lacks a line.
         """
         while self._progress.done < self._settings.steps:
-            index = self._progress.done
+            report = self._advance(self._progress.done)
+            yield report
+            self._snapshot(report.step_s)
+            self._agree()
+
+    def _advance(self, index: int) -> StepReport:
+        """A step, and what belongs to it."""
+        try:
             report = self._step(index)
             self._judge(report)
             if self._evaluation_due(index):
                 report = self._evaluate(report)
-            if self._leads:
-                self._write_metrics(report)
-            if self._pace.due(self._progress.done, report.step_s):
-                self.save()
-            yield report
-            self._snapshot(report.step_s)
-            self._agree()
+        except StopIteration as error:  # which would end `run` as if all were done, or as our bug
+            raise TaskError(
+                f"step {index}: an iterator of the task has come to its end (StopIteration); "
+                "batch(step) must give rows for every step"
+            ) from error
+        if self._leads:
+            self._write_metrics(report)
+        if self._pace.due(self._progress.done, report.step_s):
+            self.save()
+        return report
 
     def _judge(self, report: StepReport) -> None:
         """Raises `NumbersDiverged` or `ReplicasDiverged`, on all ranks alike, where the state is
@@ -434,17 +444,15 @@ class ModelTrainer:
     def _step(self, index: int) -> StepReport:
         started = time.monotonic()
         self._beat.enter("step", index)
-        local = self._task.batch(self._batch_of(index))
+        place = self._batch_of(index)
+        local = self._task.batch(place)
+        step.check_batch(local, self._shapes_traced.batch, self._layout, self._task.batch, place)
         self._beat.tick()  # from here on the others may wait for this rank
         batch = step.place_rows(self._layout, local)
         self._state, metrics = self._programs.step(self._state, batch, self._guard.limit)
         self._beat.tick()
-        loss = _number(metrics["loss"])
-        others = {
-            name: _number(value)
-            for name, value in metrics.items()
-            if name != "loss" and value.ndim == 0
-        }
+        others = _scalars(metrics)
+        loss = others.pop("loss")
         seconds = time.monotonic() - started
         self._progress.done = index + 1
         self._progress.loss = loss
@@ -470,16 +478,20 @@ class ModelTrainer:
     def _evaluate(self, report: StepReport) -> StepReport:
         assert self._programs.evaluate is not None
         self._beat.enter("evaluate")
-        losses = []
+        found = []
         for index in range(self._settings.evaluate_batches):
             local = self._task.held_out_batch(index)
+            function = self._task.held_out_batch
+            step.check_batch(local, self._shapes_traced.held_out, self._layout, function, index)
             self._beat.tick()  # from here on the others may wait for this rank
             batch = step.place_rows(self._layout, local)
-            losses.append(_number(self._programs.evaluate(self._state, batch)["loss"]))
+            found.append(_scalars(self._programs.evaluate(self._state, batch)))
             self._beat.tick()
-        mean = math.fsum(losses) / len(losses)
-        self._progress.held_out_loss = self._beat.held_out_loss = mean
-        return replace(report, held_out_loss=mean)
+        means = _weighted_means(found)
+        loss = means.pop("loss")
+        self._progress.held_out_loss = self._beat.held_out_loss = loss
+        held_out = {f"held_out_{name}": value for name, value in means.items()}
+        return replace(report, held_out_loss=loss, metrics={**report.metrics, **held_out})
 
     def _snapshot(self, step_s: float) -> None:
         """Keep the state in shared memory, where it is due, before the next step consumes it."""
@@ -648,6 +660,24 @@ class ModelTrainer:
 def _number(scalar: Any) -> float:
     """The exact value of a scalar that every device holds; blocks until it is computed."""
     return float(scalar.addressable_data(0))
+
+
+def _scalars(metrics: Mapping[str, Any]) -> dict[str, float]:
+    return {name: _number(value) for name, value in metrics.items() if value.ndim == 0}
+
+
+def _weighted_means(batches: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The mean of each metric over batches that count by their "weight"; NaN if none counts."""
+    weighed = [(batch.get(WEIGHT, 1.0), batch) for batch in batches]
+    counting = [(weight, batch) for weight, batch in weighed if weight > 0]
+    total = math.fsum(weight for weight, _ in counting)
+    return {
+        name: math.fsum(weight * batch[name] for weight, batch in counting) / total
+        if counting
+        else math.nan
+        for name in batches[0]
+        if name != WEIGHT
+    }
 
 
 def _json_number(value: float) -> float | None:

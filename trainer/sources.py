@@ -28,7 +28,7 @@ def digests_of(task: str) -> dict[str, str]:
     """
     top = task.partition(":")[0].partition(".")[0] if ":" in task else ""
     found = {}
-    for name, module in list(sys.modules.items()):
+    for name, module in sys.modules.copy().items():
         origin = getattr(module, "__file__", None)
         if not isinstance(origin, str) or not origin.endswith(".py"):
             continue

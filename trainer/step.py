@@ -23,9 +23,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from trainer import sharding
 from trainer.config import MeshSettings
 from trainer.guards import APPLIED, dissenters
-from trainer.pieces import Assembly, Index, Piece, Read, index_of, whole
+from trainer.pieces import Assembly, Index, Piece, Read, as_bytes, index_of, whole
 from trainer.settings import SettingsError
-from trainer.task import Batch, State, Task, TaskError, place_of
+from trainer.task import Batch, State, Task, TaskError
 
 Host = Any
 """A pytree of numpy arrays: a state copied off the devices, random keys as their bits."""
@@ -155,12 +155,23 @@ def _reduce(layout: Layout, value: int, function: Callable[[Any], Any]) -> int:
     return int(jax.jit(function, out_shardings=layout.whole)(values))
 
 
+def seed_key(seed: int) -> Any:
+    """The typed PRNG key of a seed, all 63 bits of it; `jax.random.key` drops all above 32."""
+    key = jax.random.key(seed & 0xFFFF_FFFF)
+    return jax.random.fold_in(key, seed >> 32) if seed >> 32 else key
+
+
 def shapes_of(task: Task, layout: Layout, seed: int) -> Shapes:
     """The shapes of the task's own state and batches; traces its `init`, computes nothing."""
-    held_out = _abstract_batch(task.held_out_batch(0), layout) if task.evaluates else None
+    held_out = None
+    if task.evaluates:
+        if type(task).held_out_batch is Task.held_out_batch:
+            text = "a task with evaluate needs held_out_batch too"
+            raise TaskError(text, at=task.evaluate)
+        held_out = _abstract_batch(task.held_out_batch, layout)
     return Shapes(
         state=_abstract_state(task, layout, seed),
-        batch=_abstract_batch(task.batch(0), layout),
+        batch=_abstract_batch(task.batch, layout),
         held_out=held_out,
         guarded=task.context.settings.guards.leaves_out,
         compared=task.context.settings.guards.compare_every_steps > 0
@@ -200,7 +211,7 @@ class Lowered:
         for part in (self.train, self.evaluate, self.compare):
             found.update(b"none" if part is None else part.as_text().encode())
             for array in [] if part is None else getattr(part._lowering, "const_args", None) or []:
-                found.update(np.asarray(_bits(array)).tobytes())
+                found.update(as_bytes(_bits(array)))
         return found.hexdigest()
 
     def compile(self) -> Programs:
@@ -218,7 +229,9 @@ class Lowered:
 
 def lower(task: Task, layout: Layout, shapes: Shapes) -> Lowered:
     """Trace the task's functions for these shapes, and lower them; see `compile_programs`."""
-    _check_contract(shapes.state, jax.eval_shape(task.train_step, shapes.state, shapes.batch))
+    checked = _of_arrays(task.train_step, exact=False)
+    result = jax.eval_shape(checked, shapes.state, shapes.batch)
+    _check_contract(task, shapes.state, result)
     places = jax.tree.map(lambda leaf: leaf.sharding, shapes.state)
     function: Callable[..., Any] = task.train_step
     given: tuple[Any, ...] = (shapes.state, shapes.batch)
@@ -231,7 +244,7 @@ def lower(task: Task, layout: Layout, shapes: Shapes) -> Lowered:
         )
         evaluate = None
         if shapes.held_out is not None:
-            jitted = jax.jit(task.evaluate, out_shardings=layout.whole)
+            jitted = jax.jit(_checked_evaluation(task), out_shardings=layout.whole)
             evaluate = jitted.lower(shapes.state, shapes.held_out)
         compare = _lower_comparison(layout, shapes.state) if shapes.compared else None
     return Lowered(layout=layout, shapes=shapes, train=train, evaluate=evaluate, compare=compare)
@@ -332,7 +345,7 @@ def initial_state(task: Task, programs: Programs, seed: int) -> State:
 
     places = [leaf.sharding for name, leaf in leaves.items() if name not in given]
     with jax.set_mesh(programs.layout.mesh):
-        drawn = iter(jax.jit(rest, out_shardings=places)(jax.random.key(seed)))
+        drawn = iter(jax.jit(rest, out_shardings=places)(seed_key(seed)))
     return jax.tree.unflatten(
         jax.tree.structure(programs.state),
         [
@@ -374,6 +387,7 @@ def place_rows(layout: Layout, local: Batch) -> Batch:
 
     def place(rows: Any) -> Any:
         rows = np.asarray(rows)
+        _refuse_overflow(rows)
         first, count = part * len(rows), parts * len(rows)
 
         def own(index: Any) -> Any:
@@ -383,6 +397,18 @@ def place_rows(layout: Layout, local: Batch) -> Batch:
         return jax.make_array_from_callback((count, *rows.shape[1:]), layout.rows, own)
 
     return jax.tree.map(place, local)
+
+
+def _refuse_overflow(rows: Any) -> None:
+    """JAX takes the lower 32 bits of larger integers without a word."""
+    kept_as = jax.dtypes.canonicalize_dtype(rows.dtype)
+    if kept_as == rows.dtype or rows.dtype.kind not in "iu" or not rows.size:
+        return
+    for value in (rows.min(), rows.max()):
+        if not np.iinfo(kept_as).min <= value <= np.iinfo(kept_as).max:
+            raise TaskError(
+                f"a batch holds {value}, which {kept_as} does not: set jax_enable_x64 for more bits"
+            )
 
 
 def place_state(
@@ -524,7 +550,7 @@ def _implementation(dtype: Any) -> Any:
 
 
 def _abstract_state(task: Task, layout: Layout, seed: int) -> Any:
-    tree = jax.eval_shape(lambda key: _only_arrays(task, task.init(key)), jax.random.key(seed))
+    tree = jax.eval_shape(_of_arrays(task.init), seed_key(seed))
     leaves = [
         jax.ShapeDtypeStruct(
             leaf.shape,
@@ -541,17 +567,6 @@ def _abstract_state(task: Task, layout: Layout, seed: int) -> Any:
                 f"it (see Task.logical_axes); make {axis} 1 and use dp"
             )
     return jax.tree.unflatten(jax.tree.structure(tree), leaves)
-
-
-def _only_arrays(task: Task, state: State) -> State:
-    """Raise `TaskError` where jax's own error would name no line of the user's."""
-    for name, leaf in named_leaves(state):
-        if not isinstance(leaf, jax.Array | np.ndarray | np.generic | bool | int | float | complex):
-            raise TaskError(
-                f"{place_of(task.init)}: {name} is a {type(leaf).__name__}, no array: keep it out "
-                "of the state"
-            )
-    return state
 
 
 def _axes(spec: PartitionSpec) -> set[str]:
@@ -576,10 +591,14 @@ def _spec(task: Task, layout: Layout, name: str, leaf: Any) -> PartitionSpec:
         raise TaskError(f"logical_axes of {name}: {error} is not among {known}") from None
 
 
-def _abstract_batch(local: Batch, layout: Layout) -> Any:
+def _abstract_batch(function: Callable[[int], Batch], layout: Layout) -> Any:
+    local = function(0)
     leaves = jax.tree.leaves(local)
     if not leaves or any(np.ndim(leaf) == 0 for leaf in leaves):
-        raise TaskError("a batch must hold arrays whose first axis is the row")
+        raise TaskError("a batch must hold arrays whose first axis is the row", at=function)
+    for name, leaf in named_leaves(local):
+        if not _is_numeric(np.asarray(leaf).dtype):
+            raise TaskError(f"batch: {name} is {np.asarray(leaf).dtype}, no numbers", at=function)
     _, feeds = layout.feed
     shards = int(layout.mesh.shape["dp"] * layout.mesh.shape["fsdp"])
     if any(len(leaf) * feeds % shards for leaf in leaves):
@@ -589,30 +608,153 @@ def _abstract_batch(local: Batch, layout: Layout) -> Any:
         )
 
     def widen(leaf: Any) -> Any:
-        rows = np.asarray(leaf)
-        shape = (rows.shape[0] * feeds, *rows.shape[1:])
-        dtype = jax.dtypes.canonicalize_dtype(rows.dtype)
+        shape, dtype = _global_form(leaf, layout)
         return jax.ShapeDtypeStruct(shape, dtype, sharding=layout.rows)
 
     return jax.tree.map(widen, local)
 
 
-def _check_contract(state: Any, result: Any) -> None:
+def _global_form(rows: Any, layout: Layout) -> tuple[tuple[int, ...], Any]:
+    """Shape and dtype of the global batch that a rank's rows are a part of."""
+    rows = np.asarray(rows)
+    shape = (len(rows) * layout.feed[1], *rows.shape[1:]) if rows.ndim else ()
+    return shape, jax.dtypes.canonicalize_dtype(rows.dtype)
+
+
+def check_batch(
+    local: Batch, first: Any, layout: Layout, function: Callable[[int], Batch], index: int
+) -> None:
+    """Raise `TaskError` for rows of another form than those of the `first` batch (global shapes).
+
+    The compiled step takes no others.
+    """
+    wanted, found = dict(named_leaves(first)), dict(named_leaves(local))
+    if different := sorted(set(wanted) ^ set(found)):
+        raise TaskError(f"batch {index}: {different[0]} is not in every batch", at=function)
+    for name, leaf in found.items():
+        shape, dtype = _global_form(leaf, layout)
+        if (shape, dtype) != (wanted[name].shape, wanted[name].dtype):
+            raise TaskError(
+                f"batch {index}: {name} is {dtype}{list(shape)} over all ranks and was "
+                f"{wanted[name].dtype}{list(wanted[name].shape)} in the first batch: all must have "
+                "one form; fill up a shorter last batch with rows of the next epoch, or leave it "
+                "out",
+                at=function,
+            )
+
+
+def _check_contract(task: Task, state: Any, result: Any) -> None:
+    at = task.train_step
     if not (isinstance(result, tuple) and len(result) == 2):
-        raise TaskError("train_step must return (state, metrics)")
+        raise TaskError("train_step must return (state, metrics)", at=at)
     after, metrics = result
-    if not isinstance(metrics, Mapping) or "loss" not in metrics or metrics["loss"].shape != ():
-        raise TaskError('the metrics of train_step must be a mapping with a scalar "loss"')
+    _check_metrics(metrics, "train_step", at)
     before = dict(named_leaves(state))
     then = dict(named_leaves(after))
     if changed := sorted(set(before) ^ set(then)):
-        raise TaskError(f"train_step must keep the state's structure: {changed[0]} is not in both")
+        text = f"train_step must keep the state's structure: {changed[0]} is not in both"
+        raise TaskError(text, at=at)
     for name, leaf in before.items():
         if (leaf.shape, leaf.dtype) != (then[name].shape, then[name].dtype):
             raise TaskError(
                 f"train_step must keep the state's shapes: {name} was {leaf.dtype}"
-                f"{list(leaf.shape)} and became {then[name].dtype}{list(then[name].shape)}"
+                f"{list(leaf.shape)} and became {then[name].dtype}{list(then[name].shape)}",
+                at=at,
             )
+
+
+def _check_metrics(metrics: Any, what: str, at: Callable[..., Any]) -> None:
+    """Raise `TaskError` for metrics that are no flat mapping to arrays with a real, scalar loss."""
+    loss: Any = metrics.get("loss") if isinstance(metrics, Mapping) else None
+    if loss is None or not _is_scalar(loss):
+        raise TaskError(f'the metrics of {what} must be a mapping with a scalar "loss"', at=at)
+    for name, value in metrics.items():
+        if not isinstance(name, str):
+            raise TaskError(f"{what}: the name of metric {name!r} is no text", at=at)
+        if not hasattr(value, "dtype") and not isinstance(value, bool | int | float):
+            raise TaskError(
+                f"{what}: metric {name} is a {type(value).__name__}, not an array; metrics are "
+                "scalars in a flat mapping",
+                at=at,
+            )
+        if _is_scalar(value) and not _is_real(value):
+            raise TaskError(f"{what}: metric {name} is {value.dtype}, no real number", at=at)
+
+
+def _is_scalar(value: Any) -> bool:
+    return getattr(value, "shape", None) in (None, ())
+
+
+def _is_real(value: Any) -> bool:
+    if not hasattr(value, "dtype"):
+        return True
+    kinds = (jnp.integer, jnp.floating, jnp.bool_)
+    return any(jnp.issubdtype(value.dtype, kind) for kind in kinds)
+
+
+def _is_numeric(dtype: Any) -> bool:
+    return any(jnp.issubdtype(dtype, kind) for kind in (jnp.number, jnp.bool_))
+
+
+def _checked_evaluation(task: Task) -> Callable[[State, Batch], Mapping[str, Any]]:
+    @functools.wraps(task.evaluate)
+    def evaluate(state: State, batch: Batch) -> Mapping[str, Any]:
+        metrics = _of_arrays(task.evaluate, exact=False)(state, batch)
+        _check_metrics(metrics, "evaluate", task.evaluate)
+        return dict(metrics)
+
+    return evaluate
+
+
+def _of_arrays(function: Callable[..., Any], *, exact: bool = True) -> Callable[..., Any]:
+    """The function, to be traced; raises `TaskError` for what it returns and JAX cannot keep.
+
+    Unless `exact`, JAX may keep it with fewer bits.
+    """
+
+    @functools.wraps(function)
+    def call(*arguments: Any) -> Any:
+        result = function(*arguments)
+        for name, leaf in named_leaves(result):
+            if flaw := flaw_of(leaf, traced=True, exact=exact):
+                if isinstance(result, tuple):
+                    place, _, rest = name.partition(".")
+                    name = f"{'metrics' if place == '1' else 'state'}.{rest}"
+                raise TaskError(f"{name} {flaw}", at=function)
+        return result
+
+    return call
+
+
+def flaw_of(leaf: Any, *, traced: bool = False, exact: bool = True) -> str:
+    """Why JAX cannot keep a leaf as it is; "" where it can.
+
+    `traced`: it comes out of a traced function, where a Python float never has more bits than JAX
+    gives it. In a state that a loop hands over it has 64 until the first restart. Unless `exact`,
+    JAX may keep fewer bits of an array.
+    """
+    if isinstance(leaf, jax.Array):
+        return ""
+    if not isinstance(leaf, np.ndarray | np.generic | bool | int | float | complex):
+        return (
+            f"is a {type(leaf).__name__}, no array: keep it out of the state "
+            "(nnx.split, equinox.partition)"
+        )
+    own = np.asarray(leaf).dtype
+    if not _is_numeric(own):
+        return f"is {own}, which is not a number that JAX knows"
+    kept_as = jax.dtypes.canonicalize_dtype(own)
+    if kept_as == own:
+        return ""
+    if type(leaf) is int:
+        fits = np.iinfo(kept_as).min <= leaf <= np.iinfo(kept_as).max
+        return "" if fits else f"is {leaf}, which {kept_as} does not hold; {_WIDER}"
+    if not exact or (traced and type(leaf) in (float, complex)):
+        return ""
+    return f"is {own}, of which JAX keeps {kept_as}: convert it yourself; {_WIDER}"
+
+
+_WIDER = 'set jax_enable_x64 for more bits, or keep it out of the state ("position" takes JSON)'
 
 
 def named_leaves(tree: Any) -> list[tuple[str, Any]]:

@@ -24,9 +24,19 @@ State = Any
 Batch = Any
 """A pytree of arrays whose first axis is the row."""
 
+WEIGHT = "weight"
+"""Metric of `evaluate` that says how much its batch counts."""
+
 
 class TaskError(Exception):
-    """The task breaks the contract of `Task`; only its author can help."""
+    """The task breaks the contract of `Task`; only its author can help.
+
+    `at`: the function of theirs that does, whose file and line the text then begins with.
+    """
+
+    def __init__(self, text: str, *, at: Callable[..., Any] | None = None) -> None:
+        self.frame = "" if at is None else place_of(at)
+        super().__init__(f"{self.frame}: {text}" if self.frame else text)
 
 
 def require_json(what: str, value: Mapping[str, Any]) -> None:
@@ -165,7 +175,11 @@ class Task(ABC):
         return {}
 
     def evaluate(self, state: State, batch: Batch) -> Mapping[str, Any]:
-        """Metrics with a scalar "loss" on a held-out batch. Optional."""
+        """Metrics with a scalar "loss" on a held-out batch. Optional.
+
+        Each scalar is averaged over the batches and reported as "held_out_" and its name. Where
+        they are means over different counts, such as of tokens, "weight" is the batch's count.
+        """
         raise NotImplementedError
 
     def held_out_batch(self, index: int) -> Batch:

@@ -19,7 +19,7 @@ import numpy as np
 from trainer import checkpoint, model
 from trainer.config import TASK_OF_THE_HOUSE, TrainerSettings
 from trainer.settings import SettingsError
-from trainer.step import kept, named_leaves
+from trainer.step import kept, named_leaves, seed_key
 from trainer.task import Context, TaskError
 from trainer.tasks.language_model import LanguageModel
 
@@ -63,7 +63,7 @@ def read_trained(
     if given:
         params = {name.partition(".")[2]: value.whole() for name, value in given.items()}
         return Trained(task=task, params=params, source=f"model {settings.model.pretrained}")
-    key = jax.random.split(jax.random.key(settings.seed))[0]
+    key = jax.random.split(seed_key(settings.seed))[0]
     drawn = jax.jit(lambda key: model.init_params(task.architecture, key))(key)
     params = {name: np.asarray(values) for name, values in drawn.items()}
     return Trained(task=task, params=params, source=f"seed {settings.seed}")
@@ -77,6 +77,6 @@ def _blank(task: LanguageModel, seed: int) -> Any:
             leaf = jax.eval_shape(jax.random.key_data, leaf)
         return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
 
-    tree = jax.eval_shape(task.init, jax.random.key(seed))
+    tree = jax.eval_shape(task.init, seed_key(seed))
     leaves = [blank(leaf) for _, leaf in named_leaves(tree)]
     return kept(task, jax.tree.unflatten(jax.tree.structure(tree), leaves))

@@ -100,6 +100,20 @@ def _blank() -> dict[str, Any]:
     return {"w": np.zeros(4, np.float32), "steps": np.int32(0)}
 
 
+@pytest.mark.parametrize(
+    "losses",
+    [[-8.0, -7.5, -8.5, -8.2, -7.9, -8.1], [0.3, -0.2, 0.1, -0.4, 0.2, -0.1]],
+    ids=["below zero", "around zero"],
+)
+def test_losses_below_zero_have_spikes_too(losses: list[float]) -> None:
+    """Twice a negative median lies below it, so that every step was a spike."""
+    guard = Guard(GuardSettings(spike_factor=5.0, spike="stop", spike_window_steps=6))
+    assert [guard.judge({"loss": loss}) for loss in losses * 2] == [None] * 12
+    anomaly = guard.judge({"loss": 40.0})
+    assert anomaly is not None
+    assert (anomaly.metric, anomaly.policy) == ("loss", "stop")
+
+
 def test_too_many_steps_left_out_in_a_row_are_a_stop(line: World) -> None:
     """Data that is broken from here on must not be skipped to its end in silence."""
     guards = {"nonfinite": "skip", "skips_max": 3}

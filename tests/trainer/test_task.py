@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from trainer import step
+from trainer import failures, step
 from trainer.config import CheckpointSettings, MeshSettings, TrainerSettings
 from trainer.free_loop import trainer_for
 from trainer.heartbeat import Beat
@@ -158,6 +158,13 @@ def test_a_copy_on_the_host_outlives_the_state_it_came_from(folder: Path) -> Non
     assert np.array_equal(host["total"], before)
 
 
+class Noise(Sum):
+    """Begins with what the seed gives."""
+
+    def init(self, key: Any) -> Any:
+        return {"total": jax.random.normal(key, (3,)), "key": key}
+
+
 class Grows(Sum):
     """Returns a state of another shape."""
 
@@ -242,9 +249,65 @@ def test_a_class_that_cannot_be_called_as_a_task_is_refused_with_its_line(
         load_task(context(folder, task="users_classes:Mine"))
 
 
+def gives(**metrics: Any) -> type[Sum]:
+    """A task with these metrics besides a sound loss."""
+
+    class Gives(Sum):
+        def train_step(self, state: Any, batch: Any) -> tuple[Any, Mapping[str, Any]]:
+            state, sound = super().train_step(state, batch)
+            return state, {**sound, **metrics}
+
+    return Gives
+
+
+def begins_with(leaf: Any) -> type[Sum]:
+    """A task with this leaf in its first state."""
+
+    class Begins(Sum):
+        def init(self, key: Any) -> Any:
+            return {**super().init(key), "leaf": leaf}
+
+    return Begins
+
+
+class Blind(Sum):
+    """Evaluates without a loss."""
+
+    def held_out_batch(self, index: int) -> Any:
+        return self.batch(index)
+
+    def evaluate(self, state: Any, batch: Any) -> Mapping[str, Any]:
+        return {"accuracy": batch.mean()}
+
+
+class HalfBlind(Sum):
+    """Evaluates, but on what?"""
+
+    def evaluate(self, state: Any, batch: Any) -> Mapping[str, Any]:
+        return {"loss": batch.mean()}
+
+
+class Words(Sum):
+    """Feeds words."""
+
+    def batch(self, step: int) -> Any:
+        return np.array(["to", "be", "or", "not"])
+
+
 @pytest.mark.parametrize(
     ("kind", "complaint"),
     [
+        (gives(aux=None), "metric aux is a NoneType"),
+        (gives(aux={"norm": 1.0}), "metric aux is a dict"),
+        (gives(note="fine"), "metrics.note is a str"),
+        (gives(loss=1j), "metric loss is complex64"),
+        (begins_with("adam"), "init: leaf is a str"),
+        (begins_with(np.int64(6_000_000_000)), "init: leaf is int64, of which JAX keeps int32"),
+        (begins_with(np.float64(1 / 3)), "init: leaf is float64, of which JAX keeps float32"),
+        (begins_with(6_000_000_000), "init: leaf is 6000000000, which int32 does not hold"),
+        (Blind, 'metrics of evaluate must be a mapping with a scalar "loss"'),
+        (HalfBlind, "needs held_out_batch"),
+        (Words, "is <U3, no numbers"),
         (Grows, r"total was float32\[3\] and became float32\[4\]"),
         (Forgets, "key is not in both"),
         (Mute, 'scalar "loss"'),
@@ -257,8 +320,30 @@ def test_a_broken_contract_is_named_before_the_first_step(
     folder: Path, kind: type[Sum], complaint: str
 ) -> None:
     """The compiler would say the same on two pages, one step later."""
-    with pytest.raises(TaskError, match=complaint):
+    with pytest.raises(TaskError, match=complaint) as caught:
         step.compile_programs(kind(context(folder)), step.make_layout(MeshSettings()), seed=0)
+    told = failures.describe(caught.value, task=f"{__name__}:Sum")
+    assert told.user
+    assert told.frame.startswith(f"{__file__}:")
+    assert told.frame in told.message
+
+
+def test_all_bits_of_the_seed_count(folder: Path) -> None:
+    """Seeds 1 and 1 + 2**32 gave the same weights, and a sweep over seeds less than it said."""
+    drawn = set()
+    layout = step.make_layout(MeshSettings())
+    for seed in (1, 1 + 2**32, 1 + 2**62, 2**63 - 1):
+        task = Noise(context(folder))
+        state = step.initial_state(task, step.compile_programs(task, layout, seed), seed)
+        drawn.add(tuple(np.asarray(state["total"]).tolist()))
+    assert len(drawn) == 4
+
+
+def test_a_small_seed_means_what_it_means_to_jax(folder: Path) -> None:
+    """Runs that exist begin with these weights."""
+    for seed in (0, 7, 2**32 - 1):
+        bits = [jax.random.key_data(key) for key in (step.seed_key(seed), jax.random.key(seed))]
+        assert np.array_equal(*bits)
 
 
 def test_a_mesh_that_does_not_fit_the_devices_is_a_mistake_in_the_settings() -> None:

@@ -63,11 +63,17 @@ class PackedRows:
         return self._rows(self._store.train, self._train, self._ids(places))
 
     def held_out_rows(self, index: int, rows: slice) -> dict[str, NDArray[Any]]:
-        """See `Rows`; the batches are spread evenly over what is held out."""
+        """See `Rows`; the batches are spread evenly over what is held out.
+
+        Where that is too little for them, each row is there once, and the rest of no weight.
+        """
         places = range(index * self._count, (index + 1) * self._count)[rows]
-        wanted = self._held_out_batches * self._count
-        chosen = [place * len(self._held_out) // wanted for place in places]
-        return self._rows(self._store.held_out, self._held_out, chosen)
+        wanted, there = self._held_out_batches * self._count, len(self._held_out)
+        if there < wanted:
+            chosen = [place if place < there else None for place in places]
+            return self._rows(self._store.held_out, self._held_out, chosen, weighed=True)
+        spread = [place * there // wanted for place in places]
+        return self._rows(self._store.held_out, self._held_out, spread)
 
     def sample_ids(self, step: int) -> list[int]:
         """The numbers of the rows in the plan."""
@@ -98,12 +104,17 @@ class PackedRows:
     def _ids(self, places: range) -> list[int]:
         return [int(self._order[place]) for place in places]
 
-    def _rows(self, tokens: Tokens, rows: Plan, chosen: Sequence[int]) -> dict[str, NDArray[Any]]:
+    def _rows(
+        self, tokens: Tokens, rows: Plan, chosen: Sequence[int | None], *, weighed: bool = False
+    ) -> dict[str, NDArray[Any]]:
+        """None: a row of no weight."""
         shape = (len(chosen), self._length + 1)
         ids = np.zeros(shape, self._dtype)
         segments = np.zeros(shape, np.int32)
         weights = np.zeros((len(chosen), self._length), np.float32)
         for index, row in enumerate(chosen):
+            if row is None:
+                continue
             at = 0
             first, last = int(rows.first[row]), int(rows.first[row + 1])
             for number, piece in enumerate(range(first, last), 1):
@@ -114,7 +125,7 @@ class PackedRows:
                 weights[index, at : at + size - 1] = counts
                 at += size
         batch: dict[str, NDArray[Any]] = {"tokens": ids}
-        if self._weighed:
+        if self._weighed or weighed:
             batch["weights"] = weights
         if self._packing == "documents":
             batch["segments"] = segments

@@ -20,7 +20,7 @@ from trainer.optimizer import make_optimizer
 from trainer.pretrained.model import Pretrained, open_pretrained
 from trainer.settings import SettingsError
 from trainer.sharding import constrain
-from trainer.task import Context, Task
+from trainer.task import WEIGHT, Context, Task
 from trainer.tokenizer import BytesTokenizer, Tokenizer
 
 Tables = dict[str, dict[str, Any]]
@@ -130,9 +130,12 @@ class LanguageModel(Task):
         return self._source.train_rows(step, self._rows)
 
     def evaluate(self, state: dict[str, Any], batch: dict[str, jax.Array]) -> Mapping[str, Any]:
-        """The loss without dropout."""
+        """The loss without dropout, and how many targets it is the mean of."""
         weights = _weights(batch)
-        return {"loss": self._loss(state["params"], state, batch, weights, None, None)}
+        rows, length = batch["tokens"].shape
+        targets = jnp.float32(rows * (length - 1)) if weights is None else jnp.sum(weights)
+        loss = self._loss(state["params"], state, batch, weights, None, None)
+        return {"loss": loss, WEIGHT: targets}
 
     def held_out_batch(self, index: int) -> Any:
         """This rank's rows, the same at every evaluation."""
