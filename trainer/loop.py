@@ -156,12 +156,13 @@ class ModelTrainer:
         self._saver: checkpoint.Saver | None = None
         self._leads = context.rank == 0
         self._steps_here = 0
-        self._metrics = LineFile(
-            job_dir / "metrics.jsonl", lambda why: on_outcome(MetricsChanged(why=why))
-        )
+        self._metrics = LineFile(job_dir / "metrics.jsonl", self._metrics_changed)
         self._progress = _Progress()
         self._state: State = None
         self._frozen: dict[str, Any] = {}
+
+    def _metrics_changed(self, why: str) -> None:
+        self._on_outcome(MetricsChanged(why=why))
 
     @property
     def holds_state(self) -> bool:
@@ -643,7 +644,7 @@ class ModelTrainer:
 
     def _write_board(self, report: StepReport) -> None:
         if self._board is None:
-            self._board = Board(self._job_dir / "tensorboard", report.step)
+            self._board = Board(self._job_dir / "tensorboard", report.step, self._metrics_changed)
         self._board.write(
             report.step,
             report.at,

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import struct
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tensorboardX.proto import event_pb2
 
 from tests.trainer.harness import TINY, Rank, World
 from tests.trainer.test_standby import fault
@@ -213,3 +215,39 @@ def test_the_metrics_go_to_tensorboard_once_a_step(line: World) -> None:
     files = list((line.job_dir / "tensorboard").iterdir())
     assert len(files) == 1
     assert b"gradient" in Path(files[0]).read_bytes()
+
+
+def curve_of(folder: Path) -> dict[int, float]:
+    """The losses that TensorBoard shows: from each restart on, older points are thrown away."""
+    curve: dict[int, float] = {}
+    for path in sorted(folder.iterdir()):
+        data, at = path.read_bytes(), 0
+        while at < len(data):
+            (size,) = struct.unpack_from("<Q", data, at)
+            event = event_pb2.Event.FromString(data[at + 12 : at + 12 + size])
+            at += size + 16
+            if event.HasField("session_log"):
+                curve = {step: loss for step, loss in curve.items() if step < event.step}
+            for value in event.summary.value:
+                if value.tag == "loss":
+                    curve[event.step] = value.simple_value
+    return curve
+
+
+def test_the_curve_in_tensorboard_is_that_of_the_metrics_after_a_kill(line: World) -> None:
+    """What was written in the last two seconds before a kill was missing for ever."""
+    table = {**settings({}), "tensorboard": True, "steps": 14}
+    (rank,) = line.launch(world_size=1, trainer=table, faults={0: [fault("sleep", step=9)]})
+    rank.until("checkpoint_committed", where=lambda report: report["step"] == 8)
+    rank.end()
+    point = {
+        "kind": "checkpoint",
+        "path": str(line.job_dir / "checkpoints" / "generation-1" / "8"),
+        "step": 8,
+        "generation": 1,
+    }
+    (again,) = line.launch(generation=2, world_size=1, trainer=table, restore_point=point)
+    ends([again])
+    losses = line.losses()
+    assert list(losses) == list(range(14))
+    assert curve_of(line.job_dir / "tensorboard") == pytest.approx(losses, rel=1e-6)
