@@ -41,7 +41,7 @@ from supervisor.heartbeats import (
     Suspicion,
     watch,
 )
-from supervisor.in_force import InForce, digest_of, keep, recall
+from supervisor.in_force import InForce, digest_of, keep, recall, steps_before
 from supervisor.journal import JOURNAL_FILE, Journal
 from supervisor.lock import Lock, acquire
 from supervisor.metrics import StepSums, last_row
@@ -103,8 +103,8 @@ async def run_daemon(
             log.warning("journal_truncated", bytes=journal.truncated, why="a torn last line")
         past = past_of(journal.records) if journal.records else _past_on_disk(run_dir)
         inherited, in_force = _agree(run_dir, settings, inherit(journal.records))
-        if past.state == State.COMPLETED.name and inherited is None:
-            message = f"{settings.job.name} is complete; nothing is left to do ({run_dir})"
+        is_complete = past.state == State.COMPLETED.name and inherited is None
+        if is_complete and (message := _nothing_left(run_dir, settings)):
             log.info("already_completed", message=message)
             if terminal:
                 print(message)
@@ -133,6 +133,18 @@ async def run_daemon(
         status = await second.run(following=settings, password=password, stops=stops)
         assert status is not None, "nothing has changed meanwhile"
         return status
+
+
+def _nothing_left(run_dir: Path, settings: Settings) -> str:
+    """Return what to say of a job that is complete; "" if it is to train longer than it did."""
+    steps, before = settings.trainer.steps, steps_before(run_dir)
+    if before is not None and steps > before:
+        log.info("goes_on", message=f"complete at {before} steps, and trainer.steps = {steps} now")
+        return ""
+    beyond = ""
+    if before is not None and steps < before:
+        beyond = f" at {before} steps, beyond trainer.steps = {steps}"
+    return f"{settings.job.name} is complete{beyond}; nothing is left to do ({run_dir})"
 
 
 def _agree(

@@ -61,6 +61,15 @@ def recall(run_dir: Path, digest: str, now: Settings) -> InForce:
     return InForce(settings=former, changed=_changes(former, now))
 
 
+def steps_before(run_dir: Path) -> int | None:
+    """Return the `trainer.steps` that the last workers were started with; None if unknown."""
+    try:
+        kept = json.loads((run_dir / SETTINGS_FILE).read_text(encoding="utf-8"))
+        return int(kept["settings"]["trainer"]["steps"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
 def _changes(former: Settings, now: Settings) -> tuple[str, ...]:
     then, new = effective(former, {}), effective(now, {})
     return tuple(key for key in new if then[key]["value"] != new[key]["value"])
