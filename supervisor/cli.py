@@ -12,6 +12,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -108,6 +109,11 @@ def run(options: argparse.Namespace) -> int:
     settings, origins = read_settings(Settings, options.config, options.set)
     terminal = sys.stdout.isatty() and not options.plain
     run_dir = job_directory(settings.job, config_path)
+    if options.fresh:
+        from supervisor.jobs import set_aside
+
+        if earlier := set_aside(run_dir):
+            print(f"Starting over; the earlier run is kept in {earlier}", file=sys.stderr)
     with ExitStack() as stack:
         if terminal:
             try:
@@ -306,6 +312,34 @@ def graph(options: argparse.Namespace) -> int:
     return 0
 
 
+def runs(options: argparse.Namespace) -> int:
+    """List the jobs below the directory of this one: state, step and loss as their files say."""
+    from supervisor.jobs import list_jobs
+
+    parent = _run_dir(options).parent
+    rows = list_jobs(parent)
+    if options.json:
+        print(json.dumps(rows, indent=2))
+        return 0
+    if not rows:
+        raise OperatorError(f"{parent}: no job has run here")
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for heading in ("job", "state", "generation", "step", "loss"):
+        table.add_column(heading, justify="left" if heading in ("job", "state") else "right")
+    for row in rows:
+        loss = "-" if row["loss"] is None else f"{row['loss']:.4f}"
+        step = "-" if row["step"] is None else f"{row['step']:,}"
+        has_ended = row["state"] in ("COMPLETED", "FAILED", "STOPPED")
+        state = row["state"] or "-"
+        state += "" if row["running"] or has_ended else " (no daemon)"
+        table.add_row(row["job"], state, str(row["generation"]), step, loss)
+    Console().print(table)
+    return 0
+
+
 def stop(options: argparse.Namespace) -> int:
     """Ask the daemon to save and stop, or with --now to end the workers at once."""
     from supervisor.control import ask
@@ -401,6 +435,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.set_defaults(command=run, run=None)
     _add_settings(parser, default=True)
     _add_running(parser, default=False)
+    parser.add_argument("--version", action="version", version=f"everstep {version('everstep')}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
 
     one = _add(commands, "run", run, "run the job (the default)", "run --set trainer.steps=200")
@@ -431,6 +466,9 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument(
         "--write", metavar="FILE", help="refresh the generated block between FILE's markers"
     )
+    one = _add(commands, "runs", runs, "the jobs beside this one", "runs --json")
+    _add_place(one)
+    _add_json(one)
     _add_stop(commands)
     _add_fault(commands)
     return parser
@@ -527,6 +565,10 @@ def _add_running(parser: argparse.ArgumentParser, *, default: bool | None = None
         (
             "--keep-code",
             "go on with the copy of your code that the last run had, whatever was edited since",
+        ),
+        (
+            "--fresh",
+            "start over from the seed; what an ended job has left is moved aside",
         ),
     ):
         parser.add_argument(

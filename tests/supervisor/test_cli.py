@@ -22,7 +22,7 @@ from supervisor.incidents import write_summary
 from supervisor.journal import encode
 from supervisor.lock import acquire
 
-COMMANDS = ("run", "check", "status", "events", "replay", "graph", "stop", "fault")
+COMMANDS = ("run", "check", "status", "events", "replay", "graph", "runs", "stop", "fault")
 ROOT = Path(__file__).parents[2]
 
 

@@ -1,0 +1,51 @@
+"""The directories of jobs below one place: listed, and set aside when a job starts over."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from supervisor.errors import DiskError, OperatorError
+from supervisor.fsm.states import TERMINAL
+from supervisor.lock import acquire, is_held
+from supervisor.recorded import recorded_status
+
+
+def list_jobs(parent: Path) -> list[dict[str, Any]]:
+    """Return name, state, generation, step and loss of each job below `parent`, by name.
+
+    A job that a daemon runs has `running` set. What is no job's directory is left out.
+    """
+    rows = []
+    for path in sorted(parent.iterdir()) if parent.is_dir() else ():
+        if path.is_dir() and (found := recorded_status(path)):
+            row = {key: found[key] for key in ("job", "state", "generation", "step", "loss")}
+            rows.append({**row, "running": is_held(path), "run_dir": str(path)})
+    return rows
+
+
+def set_aside(run_dir: Path) -> Path | None:
+    """Move the directory of a job that has ended to a name that is free, and return that.
+
+    None if there is no such directory. Raises AlreadyRunning, OperatorError if workers of the job
+    may still live, or DiskError.
+    """
+    if not run_dir.is_dir():
+        return None
+    with acquire(run_dir):
+        found = recorded_status(run_dir)
+        if found and found["state"] not in {state.name for state in TERMINAL}:
+            raise OperatorError(
+                f"{run_dir}: its last daemon ended in {found['state']}, and its workers may still "
+                "train; run the same command without --fresh to go on with them, `stop` it, and "
+                "start over then"
+            )
+        target = next(
+            path
+            for number in range(1, 1_000_000)
+            if not (path := run_dir.with_name(f"{run_dir.name}.{number}")).exists()
+        )
+        try:
+            return run_dir.rename(target)
+        except OSError as error:
+            raise DiskError(f"{run_dir} cannot be moved to {target}: {error.strerror}") from error
