@@ -139,7 +139,7 @@ async def go_on(
         for rank, pid in sorted(ranks.items())
     )
     if has_slots and children is None:
-        for event in _without_slots(job, ended, performers.workers, daemon.clock()):
+        for event in _without_slots(job, ended, daemon.clock()):
             daemon.post(event)
     restarted = e.SupervisorRestarted(
         at=daemon.clock(), epoch=epoch, adopted=adopted, slots=children is not None
@@ -147,14 +147,11 @@ async def go_on(
     return await daemon.go_on(restarted, inherited.pending)
 
 
-def _without_slots(
-    job: Job, ended: Mapping[str, Any] | None, workers: int, at: float
-) -> Iterator[e.Event]:
+def _without_slots(job: Job, ended: Mapping[str, Any] | None, at: float) -> Iterator[e.Event]:
     """What it means that no slot is left: orphans that finished or saved, or a loss."""
     common: dict[str, Any] = {"at": at, "generation": job.active}
     if ended is None:
-        why = "gone when the daemon came back"
-        yield e.SlotLost(**common, ranks=tuple(range(workers)), why=why)
+        yield e.SlotsVanished(**common, why="gone when the daemon came back")
         return
     done = ended["completed"]
     if done is None:

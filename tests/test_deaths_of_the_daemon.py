@@ -249,6 +249,23 @@ def test_a_slot_that_answers_late_to_a_daemon_that_came_back_costs_nothing(
     assert sim.daemon.job.spent == {}
 
 
+def test_slots_that_went_with_the_daemons_host_cost_no_budget(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host was started again, and the loss of its own slots was charged to the workers."""
+
+    async def gone(self: SimCluster, placement: int) -> None:
+        await self.end_all()
+
+    monkeypatch.setattr(SimCluster, "adopt", gone)
+    path = tmp_path / "journal.jsonl"
+    sim = simulate(path, Script(steps=60), limits=Limits(failures_max=0), die_after=14, dead_s=1.0)
+    assert sim.status == 0
+    assert sim.event("slots_vanished")["why"] == "gone when the daemon came back"
+    assert sim.daemon.job.spent == {}
+    assert replay_file(path).difference == ""
+
+
 def test_a_cluster_that_stays_out_of_reach_ends_the_daemon_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -337,6 +337,13 @@ class WorkersOrphaned(GenerationEvent):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SlotsVanished(GenerationEvent):
+    """The slots were gone when a daemon came back: lost with its host, or with the cluster."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NodeLost(GenerationEvent):
     """A node left the cluster, and its slots and workers with it."""
 

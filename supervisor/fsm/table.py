@@ -294,13 +294,16 @@ FAILURES = [
         )
         for event in (e.SlotLost, e.NodeLost)
     ],
-    on(
-        e.WorkersOrphaned,
-        SETTLED,
-        S.DRAINING,
-        "they were told to end where nobody supervises them; the daemon's absence costs no budget",
-        do="drain_to_recover open_incident charge_nobody lose_slots kill_workers",
-    ),
+    *[
+        on(
+            event,
+            SETTLED,
+            S.DRAINING,
+            "it happened while no daemon was there, and a daemon's absence costs no budget",
+            do="drain_to_recover open_incident charge_nobody lose_slots kill_workers",
+        )
+        for event in (e.WorkersOrphaned, e.SlotsVanished)
+    ],
     on(
         e.ClusterLost,
         S.RESTORING,
@@ -458,7 +461,7 @@ DRAINING = [
     ),
     *[
         on(event, S.DRAINING, None, "evidence, no new failure", do="lose_slots")
-        for event in (e.ClusterLost, e.WorkersOrphaned)
+        for event in (e.ClusterLost, e.WorkersOrphaned, e.SlotsVanished)
     ],
     *[
         row
