@@ -22,6 +22,7 @@ from trainer.heartbeat import HeartbeatError, read_beat_file
 from trainer.processes import (
     Identity,
     Row,
+    await_end,
     descendants,
     end,
     environment,
@@ -49,6 +50,7 @@ _CHUNK_BYTES = 1 << 16
 _TAIL_BYTES = 1 << 14
 _GROUP_LIMIT_S = 5.0
 _LOADING_LOOKS = 20
+_TRACKER_LIMIT_S = 1.0
 
 
 class ChildError(Exception):
@@ -242,7 +244,13 @@ class Child:
         # Again and again, since what is being killed may just have started something.
         while members := self._group(rows):
             seen |= {row.identity.pid for row in members}
-            left = end((row.identity for row in members), max(0.0, deadline - time.monotonic()))
+            pids = {row.identity for row in members}
+            trackers = {one for one in pids if _is_resource_tracker(one.pid)}
+            end(pids - trackers, max(0.0, deadline - time.monotonic()))
+            # It ends by itself with the last process that it serves, and takes their shared memory
+            # along, which nothing else knows of.
+            await_end(trackers, _TRACKER_LIMIT_S)
+            left = end(pids, max(0.0, deadline - time.monotonic()))
             if time.monotonic() >= deadline:
                 break
             rows = look_below(os.getpid())
@@ -262,6 +270,14 @@ class Child:
         roots = {row.identity.pid: row for row in session + adopted}
         below = {row.identity.pid: row for row in descendants(roots, rows)}
         return [row for row in (roots | below).values() if row.is_alive and row.identity.pid != pid]
+
+
+def _is_resource_tracker(pid: int) -> bool:
+    """Whether it is a helper of multiprocessing (or of a library made from it)."""
+    try:
+        return b"resource_tracker import main" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
 
 
 def _generation_of(row: Row) -> str | None:
