@@ -194,7 +194,7 @@ def _predict_memory(settings: Any, options: argparse.Namespace) -> int:
     from trainer.memory import LIMIT_S, environment_for
 
     devices = settings.cluster.workers * max(1, settings.cluster.gpus_per_worker)
-    command = [sys.executable, "-m", "trainer.memory"]
+    command = [sys.executable, "-P", "-m", "trainer.memory"]
     command += ["--config", str(options.config)] if options.config else []
     for override in options.set:
         command += ["--set", override]

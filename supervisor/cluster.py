@@ -564,7 +564,7 @@ class RayCluster:
             "gpus": settings.gpus_per_worker,
             "command": self._command,
             "orphan_after_s": self._orphan_after_s,
-            "afterwards": [sys.executable, "-m", "supervisor.leftovers", str(self._run_dir)]
+            "afterwards": [sys.executable, "-P", "-m", "supervisor.leftovers", str(self._run_dir)]
             if self._head is not None
             else [],
         }

@@ -262,7 +262,7 @@ def head_cpus() -> int:
 
 def _head_command(temp_dir: Path) -> list[str]:
     command = [
-        *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head"),
+        *(sys.executable, "-P", "-m", "ray.scripts.scripts", "start", "--head"),
         "--node-ip-address=127.0.0.1",
         "--port=0",
         "--min-worker-port=0",

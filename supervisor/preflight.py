@@ -11,6 +11,7 @@ import importlib.machinery
 import importlib.util
 import os
 import socket
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -53,6 +54,11 @@ def _of_task(trainer: TrainerSettings, config_dir: Path) -> Iterator[str]:
         return
     module, _, wanted = trainer.task.partition(":")
     setting = f"trainer.task = {trainer.task!r}"
+    top = module.partition(".")[0]
+    if top in sys.stdlib_module_names or top in ("trainer", "supervisor"):
+        owner = "everstep" if top in ("trainer", "supervisor") else "Python"
+        yield f"{setting}: {top!r} is the name of a module of {owner} itself; rename yours"
+        return
     try:
         file = find_module(module, config_dir)
     except ModuleNotFoundError as error:

@@ -8,7 +8,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,16 @@ def prefix(run_dir: Path) -> str:
     return f"everstep:{run_dir.name}:{run}:"
 
 
+class _Unchanged(list[str]):
+    """A path that Ray (2.60) does not extend by our working directory and that of the command.
+
+    In the slots these would come first, and a `trainer.py` there would be taken for ours.
+    """
+
+    def extend(self, values: Iterable[str]) -> None:
+        """Leave it as it is."""
+
+
 def connect(address: str) -> None:
     """Make this process a driver of the cluster at `address`; a former connection ends.
 
@@ -54,9 +64,12 @@ def connect(address: str) -> None:
     # At a lower level Ray says that it sets no SIGTERM handler in this thread, as it should be.
     # Nor may its raylets write into our display: what happens to slots is told by their watch.
     ray._private.worker._worker_logs_enabled = False
+    job = ray.job_config.JobConfig()
+    job._py_driver_sys_path = _Unchanged()
     ray.init(
         address=address,
         namespace=NAMESPACE,
+        job_config=job,
         log_to_driver=False,
         logging_level=logging.ERROR,
     )

@@ -9,6 +9,7 @@ import importlib
 import inspect
 import json
 import sys
+import sysconfig
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -219,6 +220,8 @@ def load_task(context: Context) -> Task:
     )
 
 
+_ZIP = f"python{sys.version_info.major}{sys.version_info.minor}"
+
 _CALLS: Mapping[str, tuple[str, ...]] = {
     "__init__": ("context",),
     "start": (),
@@ -262,6 +265,19 @@ def place_of(function: Callable[..., Any]) -> str:
     return f"{code.co_filename}:{code.co_firstlineno} {name}" if code else name
 
 
+def _import_from(place: str) -> None:
+    """Have the user's modules found before all others of their names, but for the standard library.
+
+    A `queue.py` or `random.py` beside the settings would break what imports the real one later.
+    """
+    home = Path(sysconfig.get_path("stdlib"))
+    homes = {str(home), str(home / "lib-dynload"), str(home.parent / f"{_ZIP}.zip")}
+    homes.add(sysconfig.get_path("platstdlib"))
+    first = [entry for entry in sys.path if entry in homes]
+    rest = [entry for entry in sys.path if entry not in homes and entry != place]
+    sys.path[:] = [*first, place, *rest]
+
+
 def find(context: Context) -> type[Task] | Callable[..., Any]:
     """Import what the settings name: a subclass of `Task`, or the function of a free loop.
 
@@ -275,8 +291,7 @@ def find(context: Context) -> type[Task] | Callable[..., Any]:
         return LanguageModel
     module_name, _, own = name.partition(":")
     place = context.code_dir or context.config_dir
-    if sys.path[0] != place:  # first, or another file of that name might be found instead
-        sys.path.insert(0, place)
+    _import_from(place)
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:

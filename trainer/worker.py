@@ -57,7 +57,9 @@ All other reports are news: `watch` tells those that were kept, and none of them
 what a generation has reached.
 """
 
-COMMAND = (sys.executable, "-m", "trainer.process")
+COMMAND = (sys.executable, "-P", "-m", "trainer.process")
+"""Without the working directory in its path: a `queue.py` there would be taken for Python's."""
+
 RECORDS_KEPT = 4096
 CHILDREN_KEPT = 16
 POLL_S = 10.0

@@ -195,3 +195,12 @@ def test_a_batch_that_only_the_builtin_task_has_need_not_split_for_another(tmp_p
     assert found(tmp_path, cluster=three, trainer={"task": "mine:Line"}) == []
     with pytest.raises(ValidationError, match="batch_size to a multiple of 3"):
         found(tmp_path, cluster=three)
+
+
+def test_a_task_named_as_a_module_of_others_is_refused(tmp_path: Path) -> None:
+    """`import queue` gets Python's, so that the user's would never be found."""
+    (tmp_path / "queue.py").write_text("class Line: ...\n")
+    said = the_one(tmp_path, trainer={"task": "queue:Line"})
+    assert "'queue' is the name of a module of Python itself; rename yours" in said
+    said = the_one(tmp_path, trainer={"task": "trainer:Line"})
+    assert "'trainer' is the name of a module of everstep itself" in said

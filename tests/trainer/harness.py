@@ -9,7 +9,6 @@ import queue
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.environment import worker_environment
+from trainer.worker import COMMAND
 
 Report = dict[str, Any]
 
@@ -60,7 +60,7 @@ class Rank:
         with log.open("wb") as opened:
             self.process = subprocess.Popen(
                 [
-                    *(sys.executable, "-m", "trainer.process", "--reports", str(writing)),
+                    *(*COMMAND, "--reports", str(writing)),
                     *("--orders", str(ordered)),
                     *([] if spec else ["--spare"]),
                 ],

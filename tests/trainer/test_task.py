@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 import types
 from collections.abc import Iterator, Mapping
@@ -89,6 +90,16 @@ def test_code_that_was_sent_to_this_node_wins_over_a_copy_of_it(folder: Path) ->
         context(folder / "stale", "users_sent:Mine", code_dir=str(folder / "sent"))
     )
     assert task.place == "sent"
+
+
+def test_the_standard_library_is_found_before_the_users_files(folder: Path) -> None:
+    """A `this.py` beside the settings broke whatever imported Python's own afterwards."""
+    (folder / "this.py").write_text("raise AssertionError('imported')\n")
+    (folder / "users_mine.py").write_text("from tests.trainer.test_task import Sum\n")
+    load_task(context(folder, "users_mine:Sum"))
+    spec = importlib.util.find_spec("this")
+    assert spec is not None
+    assert spec.origin != str(folder / "this.py")
 
 
 @pytest.mark.parametrize(

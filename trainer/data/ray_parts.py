@@ -128,7 +128,7 @@ def _execute(
 ) -> None:
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "trainer.ray_source", *arguments],
+            [sys.executable, "-P", "-m", "trainer.ray_source", *arguments],
             cwd=config_dir,
             stdin=subprocess.DEVNULL,
             stdout=output,
