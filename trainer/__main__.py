@@ -190,6 +190,7 @@ def _train(arguments: Sequence[str]) -> int:
     from trainer.heartbeat import Beat
     from trainer.task import Context
 
+    os.umask(0o077)  # whatever a run leaves is its owner's
     job_dir = supervised / "alone"
     if options.fresh and job_dir.exists():
         shutil.rmtree(job_dir)

@@ -48,6 +48,7 @@ def test_training_alone_goes_on_from_its_checkpoint_to_the_same_end(tmp_path: Pa
     alone = tmp_path / "out" / "solo" / "alone"
     kept = sorted(path.name for path in (alone / "checkpoints" / "generation-1").iterdir())
     assert kept == ["12", "8"]
+    assert not [one for one in (tmp_path / "out").rglob("*") if one.stat().st_mode & 0o077]
     (alone / "checkpoints" / "generation-1" / "12").rename(tmp_path / "moved")
     resumed = run(config)
     assert "from step 8" in resumed.stdout

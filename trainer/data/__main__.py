@@ -37,6 +37,7 @@ class _Settings(Section):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prepare what the arguments name; the exit status."""
+    os.umask(0o077)  # whatever a run leaves is its owner's
     make_tolerant()
     parser = argparse.ArgumentParser(
         prog="python -m trainer.data",
