@@ -12,7 +12,7 @@ ROWS_MAX = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trouble:
-    """`what`: metrics, log, beat, checkpoint; `since` in seconds since the epoch."""
+    """`what`: metrics, log, beat, checkpoint, snapshots; `since` in seconds since the epoch."""
 
     what: str
     generation: int

@@ -27,7 +27,7 @@ from trainer.heartbeat import Beat
 from trainer.lines import LineFile
 from trainer.pace import DEFAULT_FAILURE_EVERY_S, Pace
 from trainer.pieces import Assembly, extent, form
-from trainer.snapshot_writer import Interval, SnapshotContext, SnapshotFailed, SnapshotWriter
+from trainer.snapshot_writer import SnapshotContext, SnapshotOutcome, SnapshotWriter
 from trainer.spec import RestorePoint, Snapshots
 from trainer.task import WEIGHT, Context, State, Task, TaskError, load_task, require_json
 
@@ -94,13 +94,7 @@ class CheckpointInterval:
 
 
 Outcome = (
-    Committed
-    | SaveFailed
-    | Interval
-    | SnapshotFailed
-    | MetricsChanged
-    | BatchSkipped
-    | CheckpointInterval
+    Committed | SaveFailed | SnapshotOutcome | MetricsChanged | BatchSkipped | CheckpointInterval
 )
 
 LAST_SAVE_PATIENCE_S = 600.0

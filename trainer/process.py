@@ -498,7 +498,7 @@ class Worker:
         from trainer.checkpoint import Committed
         from trainer.guards import BatchSkipped
         from trainer.loop import CheckpointInterval, MetricsChanged
-        from trainer.snapshot_writer import Interval, SnapshotFailed
+        from trainer.snapshot_writer import Interval, SnapshotFailed, SnapshotsResumed
 
         if isinstance(outcome, MetricsChanged):
             self.disk.tell("metrics", outcome.why)
@@ -510,6 +510,9 @@ class Worker:
         elif isinstance(outcome, SnapshotFailed):
             log.warning("snapshot failed", step=outcome.step, error=outcome.error)
             self.reports.send("snapshot_failed", step=outcome.step, error=outcome.error)
+            self.disk.tell("snapshots", outcome.error)
+        elif isinstance(outcome, SnapshotsResumed):
+            self.disk.tell("snapshots", "")
         elif isinstance(outcome, BatchSkipped):
             told = {"metric": outcome.metric, "value": str(outcome.value)}
             log.warning("step left out", step=outcome.step, **told)

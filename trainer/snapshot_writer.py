@@ -7,6 +7,7 @@ of the loop's time than its share. Which snapshot is used is not known here.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import mmap
@@ -20,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Union
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,7 +36,8 @@ from trainer.snapshot import (
     crc32,
 )
 
-BUFFERS = 3
+BUFFERS, BUFFERS_MIN = 3, 2
+"""One is written while another one holds the last snapshot; a third lets slower ranks be."""
 RETRY_S = 60.0
 """How long after a failure the next snapshot is tried."""
 AUTO_SHARE_MAX = 0.01
@@ -49,6 +51,8 @@ _WAIT_S = 5.0  # for the snapshot before, where each is asked for
 _MEASURED = 16  # takes that the typical cost is drawn from
 _SETTLED = 3  # takes after which the interval is told
 _STEPS_REMEMBERED = 64
+
+SnapshotOutcome = Union["Interval", "SnapshotFailed", "SnapshotsResumed"]
 
 Leaves = Sequence[Piece]
 """What this process holds of the state, in tree order."""
@@ -99,6 +103,13 @@ class SnapshotFailed:
     error: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotsResumed:
+    """The first snapshot after one that failed."""
+
+    step: int
+
+
 class SnapshotWriter:
     """Publishes the snapshots of one rank; the loop copies (or not), a thread does the rest.
 
@@ -113,7 +124,7 @@ class SnapshotWriter:
         every_steps: int | Literal["auto"],
         *,
         on_published: Callable[[int], None] = lambda step: None,
-        on_outcome: Callable[[Interval | SnapshotFailed], None] = lambda outcome: None,
+        on_outcome: Callable[[SnapshotOutcome], None] = lambda outcome: None,
         background_counts: bool = True,
     ) -> None:
         self._directory, self._context = Path(directory), context
@@ -123,6 +134,7 @@ class SnapshotWriter:
         self._buffers: dict[int, _Buffer] = {}
         self._layout: _Layout | None = None
         self._copies = 0
+        self._rotation = BUFFERS  # less where there is no room for all
         self._published = 0
         self._skipped = 0
         self._last_step = -1
@@ -221,14 +233,32 @@ class SnapshotWriter:
         if self._layout is None:
             self._layout = _Layout.of(leaves)
         self._layout.check(leaves)
-        number = self._copies % BUFFERS
+        number = self._copies % self._rotation
         buffer = self._buffers.get(number)
         if buffer is None or not buffer.path.exists():  # someone may have swept too early
             _make_directory(self._directory)
             name = f"g{self._context.generation}-r{self._context.rank}-b{number}.data"
-            buffer = self._buffers[number] = _Buffer(self._directory / name, self._layout)
+            try:
+                buffer = self._buffers[number] = _Buffer(self._directory / name, self._layout)
+            except OSError as error:
+                if error.errno != errno.ENOSPC:
+                    raise
+                buffer = self._do_with_less(self._layout.bytes, error)
         buffer.forget()
         return buffer
+
+    def _do_with_less(self, size: int, error: OSError) -> _Buffer:
+        """The oldest of the buffers that are there, if they are enough to go round."""
+        there = len(self._buffers)
+        if there >= BUFFERS_MIN and self._copies >= there:
+            self._rotation = there
+            return self._buffers[self._copies % there]
+        found = os.statvfs(self._directory)
+        raise SnapshotError(
+            f"{error.strerror}: {self._directory} has room for {there} of {BUFFERS} buffers of "
+            f"{size} bytes, {found.f_bavail * found.f_frsize} bytes are free; snapshots of this "
+            f"rank need {BUFFERS_MIN * size} bytes, better {BUFFERS * size}"
+        ) from error
 
     def _run(self) -> None:
         while (job := self._work.get()) is not None:
@@ -262,7 +292,9 @@ class SnapshotWriter:
         job.buffer.manifest = _write_manifest(self._directory / name, body)
         age = time.monotonic() - job.started
         self._published += 1
-        self._failing = False
+        if self._failing:
+            self._failing = False
+            self._on_outcome(SnapshotsResumed(step=job.step))
         self._on_published(job.step)
         # Of parts, the others' are out as well by then: a copy waits for the one before it.
         if self._published == (2 if context.parts == 1 else 4):

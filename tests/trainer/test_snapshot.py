@@ -350,6 +350,40 @@ def test_full_memory_is_told_once_and_tried_again_later(
     assert steps_of(directory) == [(1, 3)]
 
 
+def test_two_buffers_do_and_one_says_what_is_needed(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With room for two of three buffers there was one failure, and then no snapshot for ever."""
+    allocate = os.posix_fallocate
+    room = 2
+
+    def almost_full(descriptor: int, offset: int, length: int) -> None:
+        if len(list(directory.glob("*.data"))) > room:
+            raise OSError(28, "No space left on device")
+        allocate(descriptor, offset, length)
+
+    monkeypatch.setattr(os, "posix_fallocate", almost_full)
+    outcomes: list[Any] = []
+    writer = SnapshotWriter(directory, context(), 1, on_outcome=outcomes.append)
+    for step in range(1, 8):
+        assert writer.due(step, 0.1)
+        writer.take(step, state(step), {"step": step}, volatile=True)
+        assert writer.wait(5)
+    writer.close()
+    assert outcomes == []
+    assert steps_of(directory) == [(1, 7), (1, 6)]
+    assert all((leaf == 6).all() for leaf in values_of(directory, 6))
+    snapshot.sweep(directory)
+    room = 1
+    write_alone = SnapshotWriter(directory, context(2), 1, on_outcome=outcomes.append)
+    for step in (1, 2):
+        write_alone.take(step, state(step), {"step": step}, volatile=True)
+    write_alone.close()
+    (failed,) = outcomes
+    assert "room for 1 of 3 buffers" in failed.error
+    assert f"need {2 * writer.cost.bytes} bytes" in failed.error
+
+
 def test_a_directory_swept_too_early_is_made_again(directory: Path) -> None:
     """The job goes on, and so must its snapshots."""
     writer = SnapshotWriter(directory, context(), 1)
