@@ -14,6 +14,7 @@ import structlog
 
 from supervisor.errors import DiskError, NotRunning, Refused
 from trainer.private import private_directory, socket_path
+from trainer.whole import write_whole
 
 Request = dict[str, Any]
 Answer = dict[str, Any]
@@ -59,9 +60,7 @@ class Control:
             self._server = await asyncio.start_unix_server(
                 self._serve, sock=listener, limit=_LINE_LIMIT
             )
-            temporary = self._run_dir / f"{ADDRESS_FILE}.new"
-            temporary.write_text(f"{self._path}\n", encoding="utf-8")
-            temporary.replace(self._run_dir / ADDRESS_FILE)
+            write_whole(self._run_dir / ADDRESS_FILE, f"{self._path}\n")
         except OSError as error:
             listener.close()
             raise DiskError(f"cannot listen on {self._path}: {error.strerror}") from error

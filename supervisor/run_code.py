@@ -12,6 +12,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from trainer.whole import flush, flush_tree
+
 BYTES_MAX = 32 << 20
 """Of files in packages that are not Python: larger ones are linked, not copied."""
 
@@ -71,7 +73,9 @@ def open_copy(code: Code, run_dir: Path, run: int, *, keep: bool = False) -> Pat
     else:
         draft.mkdir(mode=0o700)
         code.copy_to(draft)
+    flush_tree(draft)
     draft.rename(target)
+    flush(target.parent)
     for old in _copies(run_dir)[:-COPIES_KEPT]:
         shutil.rmtree(old, ignore_errors=True)
     return target

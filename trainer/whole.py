@@ -34,3 +34,14 @@ def flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def flush_tree(folder: Path) -> None:
+    """Put all files below a folder, and their names, on the disk itself; links are left out.
+
+    Raises OSError.
+    """
+    for path in sorted(folder.rglob("*")):
+        if not path.is_symlink():
+            flush(path)
+    flush(folder)

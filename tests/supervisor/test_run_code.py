@@ -149,3 +149,29 @@ def test_a_linked_folder_that_leads_back_is_searched_once(tmp_path: Path) -> Non
     write(tmp_path, "mine.py", "tools/b.py")
     (tmp_path / "tools" / "back").symlink_to(tmp_path / "tools")
     assert copied(tmp_path) == ["mine.py", "tools/b.py"]
+
+
+def test_a_copy_is_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a power cut a run went on with modules of its own that were empty."""
+    write(tmp_path, "mine.py", "package/__init__.py", text="x = 1")
+    flushed: set[str] = set()
+    true = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        flushed.add(Path(f"/proc/self/fd/{descriptor}").readlink().name)
+        true(descriptor)
+
+    rename = Path.rename
+
+    def renamed(self: Path, target: Path) -> Path:
+        if self.name.endswith(".new"):
+            assert {"mine.py", "__init__.py", "package", self.name} <= flushed
+            flushed.add("checked")
+        return rename(self, target)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(Path, "rename", renamed)
+    assert opened(tmp_path).directory is not None
+    assert "checked" in flushed
