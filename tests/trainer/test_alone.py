@@ -115,3 +115,20 @@ def test_a_mistake_in_the_settings_ends_with_status_2_and_its_remedy(tmp_path: P
     done = run(config, "--set", 'trainer.data.path=["gone.txt"]')
     assert done.returncode == 2
     assert "gone.txt does not exist" in done.stderr
+
+
+def test_data_that_are_prepared_ahead_are_their_owners(tmp_path: Path) -> None:
+    """Files of prepared data could be read by every user of the machine."""
+    pairs = [json.dumps({"prompt": f"{n} ", "completion": f"{n * n} " * 9}) for n in range(60)]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(pairs))
+    config = tmp_path / "job.toml"
+    config.write_text(
+        '[trainer.data]\npath = ["pairs.jsonl"]\ncache = "cache"\nbatch_size = 2\n'
+        "sequence_length = 16\n"
+    )
+    line = [sys.executable, "-m", "trainer.data", "--config", str(config)]
+    told = subprocess.run(line, capture_output=True, text=True, timeout=120, check=False)
+    assert told.returncode == 0, told.stderr
+    written = [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
+    assert written
+    assert not [path for path in written if path.stat().st_mode & 0o077]
