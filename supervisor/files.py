@@ -27,6 +27,10 @@ class RunFiles:
         """What can be restored of the accepted generations, the newest first. Raises OSError."""
         return await asyncio.to_thread(restore_points.find, self.run_dir, accepted)
 
+    async def flaw(self, generation: int, step: int) -> str:
+        """Why a checkpoint is no restore point. Raises OSError."""
+        return await asyncio.to_thread(restore_points.flaw, self.run_dir, generation, step)
+
     async def quarantine(self, path: str, why: str) -> None:
         """Move a restore point to where nothing picks it again; fine if it is gone already."""
         place = Path(path)

@@ -57,7 +57,7 @@ def past_of(records: Iterable[Record]) -> Past:
             numbers["generation"] = max(numbers["generation"], job["generation"])
             numbers["placement"] = max(numbers["placement"], job["placement"])
             numbers["incident"] = max(numbers["incident"], job["incidents"])
-            verified |= dict.fromkeys((int(g), int(step)) for g, step in job["verified"])
+            verified = dict.fromkeys(_pairs(job["verified"]))
             skips = _pairs(job.get("skips", ()))
             rollback = {key: job[key] for key in _ROLLBACK if key in job}
         elif record["kind"] == "move":
@@ -71,6 +71,9 @@ def past_of(records: Iterable[Record]) -> Past:
                     skips = _pairs(named.get("skips", ()))
                 if named.get("effect") == "SelectRestorePoint" and named.get("step_max", -1) >= 0:
                     committed_step = min(committed_step, int(named["step_max"]))
+                    verified = {each: None for each in verified if each[1] <= named["step_max"]}
+                if named.get("effect") == "QuarantineRestorePoint":
+                    verified.pop((named["saved_by"], named["step"]), None)
             # It is done when a generation trains again, whatever ends a run or a start before that.
             if record["target"] == "RUNNING" != record["source"]:
                 rollback = {}
@@ -79,6 +82,12 @@ def past_of(records: Iterable[Record]) -> Past:
             if event["event"] == "checkpoint_committed":
                 committed_step = max(committed_step, event["step"])
                 verified[(event["generation"], event["step"])] = None
+                for effect in record["effects"]:  # what retention leaves on the disk
+                    if effect["effect"] == "PruneCheckpoints":
+                        kept = (*effect.get("spared", ()), *effect["verified"])
+                        verified = dict.fromkeys(_pairs(kept))
+            elif event["event"] == "checkpoint_skipped":
+                verified.pop((event["saved_by"], event["step"]), None)
             elif event["event"] == "restore_point_selected" and event["kind"] != "seed":
                 committed_step = max(committed_step, event["step"])
     return Past(

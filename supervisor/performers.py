@@ -81,6 +81,10 @@ class Disk(Protocol):
         """What can be restored of the accepted generations, the newest first."""
         ...
 
+    async def flaw(self, generation: int, step: int) -> str:
+        """Why a checkpoint is no restore point. Raises OSError."""
+        ...
+
     async def quarantine(self, path: str, why: str) -> None:
         """Move a checkpoint to where nothing picks it again. Raises OSError, DiskError."""
         ...
@@ -364,6 +368,7 @@ class Performers:
             snapshots = []
         if isinstance(snapshots, BaseException):
             raise snapshots
+        await self._report_skipped(effect, points)
         rejected = set(effect.rejected)
         snapshots = [one for one in snapshots if _key("snapshot", one) not in rejected]
         points = [point for point in points if _key(point.kind, point) not in rejected]
@@ -397,6 +402,19 @@ class Performers:
         if effect.step_max >= 0:
             why += f" of step {effect.step_max} or before, to which the job has to go back"
         return e.RestorePointsExhausted(**common, why=why)
+
+    async def _report_skipped(
+        self, effect: x.SelectRestorePoint, points: Sequence[RestorePoint]
+    ) -> None:
+        """Each checkpoint that was committed and is no restore point any more is an event."""
+        usable = {(point.generation, point.step) for point in points}
+        for saved_by, step in effect.committed:
+            if (saved_by, step) in usable:
+                continue
+            if why := await self.disk.flaw(saved_by, step):
+                common: dict[str, Any] = {"at": self.clock(), "generation": effect.generation}
+                skipped = e.CheckpointSkipped(**common, saved_by=saved_by, step=step, why=why)
+                self.on_outcome(skipped)
 
     async def _roll_back(
         self,

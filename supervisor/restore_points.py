@@ -98,6 +98,17 @@ def survey(
     return points, rejected
 
 
+def flaw(run_dir: Path, generation: int, step: int) -> str:
+    """Why a checkpoint is no restore point, "" if it is one. Raises OSError."""
+    try:
+        _examine(run_dir / "checkpoints" / f"generation-{generation}" / str(step))
+    except _Flaw as found:
+        return str(found)
+    except FileNotFoundError:
+        return "it is not on the disk any more"
+    return ""
+
+
 def quarantine(point: RestorePoint, reason: str) -> Path:
     """Set a bad one aside, where no search looks, with its reason in a file; returns where.
 

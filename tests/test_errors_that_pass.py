@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from supervisor.cluster import ClusterError
+from supervisor.daemon import Daemon
 from supervisor.fsm.job import Limits
 from supervisor.replay import replay_file
 from tests.sim.run import Sim, simulate
@@ -76,4 +77,23 @@ def test_a_damaged_snapshot_that_cannot_be_discarded_is_skipped(
     assert sim.status == 0
     assert (chosen(sim)["kind"], chosen(sim)["step"]) == ("snapshot", 35)
     assert sim.cluster.held[-1].generation == sim.daemon.job.active
+    assert replay_file(path).difference == ""
+
+
+def test_a_committed_checkpoint_that_is_passed_over_is_an_event_with_its_reason(
+    tmp_path: Path,
+) -> None:
+    """One bit of metadata was flipped: the checkpoint was passed over without a word, and seven
+    steps were done twice. It is reported once, and is no longer listed as verified."""
+
+    def damage(daemon: Daemon, cluster: SimCluster) -> None:
+        cluster.disk.points.pop()
+
+    faults = [Fault(kind="kill", step=35), Fault(kind="kill", step=36, generation=2)]
+    path = tmp_path / "journal.jsonl"
+    sim = simulate(path, Script(steps=60, faults=faults), meddle={12.9: damage})
+    skipped = [m["event"] for m in sim.moves if m["event"]["event"] == "checkpoint_skipped"]
+    assert [(event["saved_by"], event["step"]) for event in skipped] == [(1, 30)]
+    assert skipped[0]["why"] == "its metadata is damaged"
+    assert sim.status == 0
     assert replay_file(path).difference == ""

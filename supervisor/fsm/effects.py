@@ -29,7 +29,8 @@ class SelectRestorePoint(Effect):
     With a `step_max` of 0 or more this is a rollback: the newest up to that step (a checkpoint
     only, if so asked), and what lies above it goes to quarantine. Nothing does if nothing is found.
     `rejected` are (kind, generation that saved it, step) of what workers found damaged: it is not
-    picked again, moved or not.
+    picked again, moved or not. Of the `committed` (generation, step) each that cannot be used is an
+    event.
     """
 
     generation: int
@@ -37,6 +38,7 @@ class SelectRestorePoint(Effect):
     step_max: int = -1
     checkpoints_only: bool = False
     rejected: tuple[tuple[str, int, int], ...] = ()
+    committed: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -161,6 +161,18 @@ class RestorePointSelected(GenerationEvent):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointSkipped(GenerationEvent):
+    """A committed checkpoint that cannot be used: damaged in a way that is seen without loading it.
+
+    It is that of `step`, saved by `saved_by`.
+    """
+
+    saved_by: int
+    step: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RestorePointsExhausted(GenerationEvent):
     """Something was committed once and nothing is left to load."""
 

@@ -35,6 +35,7 @@ from .events import (
     CapacityFound,
     CheckpointCommitted,
     CheckpointFailed,
+    CheckpointSkipped,
     DeadlinePassed,
     DifferencesFound,
     Event,
@@ -309,6 +310,7 @@ class Job:
                     generation=self.standby,
                     seed_allowed=self.committed_step < 0,
                     rejected=self.rejected,
+                    committed=self.verified,
                 )
             )
 
@@ -347,6 +349,7 @@ class Job:
                 step_max=self.step_max,
                 checkpoints_only=self.checkpoints_only,
                 rejected=self.rejected,
+                committed=self.verified,
             )
         )
 
@@ -354,6 +357,12 @@ class Job:
         self.stage = "unreadable"
         self._set_deadline("select", SELECT_AGAIN_S)
         self.effects.append(NotifyOperator(message=f"no restore point yet: {event.error}"))
+
+    def note_skipped_checkpoint(self, event: CheckpointSkipped) -> None:
+        skipped = (event.saved_by, event.step)
+        self.verified = tuple(each for each in self.verified if each != skipped)
+        message = f"the checkpoint of step {event.step} cannot be used: {event.why}"
+        self.effects.append(NotifyOperator(message=message))
 
     def accept_restore_point(self, event: RestorePointSelected) -> None:
         self.note_restore_point(event)

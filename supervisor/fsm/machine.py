@@ -13,6 +13,7 @@ from .effects import Effect
 from .events import (
     CapacityFound,
     CapacityMissing,
+    CheckpointSkipped,
     DeadlinePassed,
     Event,
     EvidenceCollected,
@@ -42,6 +43,7 @@ _OF_A_STANDBY = (
     RestorePointSelected,
     RestorePointsUnreadable,
     RestorePointsExhausted,
+    CheckpointSkipped,
 )
 
 

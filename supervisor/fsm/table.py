@@ -641,6 +641,13 @@ RESTORING = [
 
 HOUSEKEEPING = [
     on(
+        e.CheckpointSkipped,
+        LIVE,
+        None,
+        "an older restore point is taken, and a person should know why",
+        do="note_skipped_checkpoint",
+    ),
+    on(
         e.SupervisorRestarted,
         S.PROVISIONING,
         None,

@@ -588,6 +588,9 @@ class SimDisk:
         good = [point for point in self.points if point.generation in accepted]
         return sorted(good, key=lambda point: (point.step, point.generation), reverse=True)
 
+    async def flaw(self, generation: int, step: int) -> str:
+        return "its metadata is damaged"
+
     async def quarantine(self, path: str, why: str) -> None:
         if self.script.quarantine_fails:
             raise OSError(30, "Read-only file system")

@@ -14,6 +14,7 @@ from supervisor import restore_points
 from supervisor.restore_points import (
     QUARANTINED_MAX,
     find,
+    flaw,
     prune,
     quarantine,
     quarantine_above,
@@ -427,3 +428,12 @@ def test_a_checkpoint_in_parts_counts_when_all_of_them_are_whole(tmp_path):
     assert "state/manifest.ocdbt is missing" in reason_for(tmp_path, damaged)
     assert "never finished" in reason_for(tmp_path, unfinished)
     assert sweep_unfinished(tmp_path) == [unfinished]
+
+
+def test_a_committed_checkpoint_that_cannot_be_used_has_a_reason(tmp_path):
+    """A flipped bit in its metadata made it invisible, and nobody was told why."""
+    path = checkpoint(tmp_path, 1, 10)
+    assert flaw(tmp_path, 1, 10) == ""
+    (path / "_CHECKPOINT_METADATA").write_text("{")
+    assert "_CHECKPOINT_METADATA is damaged" in flaw(tmp_path, 1, 10)
+    assert flaw(tmp_path, 1, 20) == "it is not on the disk any more"
