@@ -27,7 +27,13 @@ from supervisor.daemon import Clock, Daemon, header_of
 from supervisor.display import Display
 from supervisor.drills import Drills
 from supervisor.embedded import EmbeddedRay, EmbeddedRedis, authenticate
-from supervisor.errors import DiskError, EverstepError, RunDirectoryLost, Superseded
+from supervisor.errors import (
+    DeveloperError,
+    DiskError,
+    EverstepError,
+    RunDirectoryLost,
+    Superseded,
+)
 from supervisor.files import RESULT_FILE, RunFiles
 from supervisor.fsm import effects as x
 from supervisor.fsm import events as e
@@ -205,6 +211,7 @@ class _Assembly:
         self.clock = Clock(wall=self.started_at, not_before=_last_at(journal))
         self.clock()  # it runs from its first reading on: now, not when Redis has started
         self.snapshots = snapshot_directory(run_dir)
+        self.directory = Watch(run_dir)
         self.drills = Drills(settings.drills_allowed, settings.cluster.workers)
         if settings.cluster.address == "local":
             authenticate(run_dir)
@@ -503,6 +510,10 @@ class _Assembly:
                 status = await self._run(stack, keep_code=keep_code)
                 self.is_renewed = status is None
                 return status
+        except DeveloperError as error:
+            if lost := self.directory.look() or self.directory.look():
+                raise lost from error  # which explains whatever went wrong with its files
+            raise
         finally:
             self.daemon.journal.close()
 
@@ -534,8 +545,15 @@ class _Assembly:
 
     async def _look_at_code(self) -> None:
         """Edits of the user's code are named, as changed settings are."""
+        why = ""
         while True:
-            if news := await asyncio.to_thread(self.code.look):
+            try:
+                news = await asyncio.to_thread(self.code.look)
+            except OSError as error:  # a folder that is being moved, or a disk that is away
+                if why != (why := str(error)):
+                    log.warning("code_not_compared", why=why)
+                news = ()
+            if news:
                 consequence = "they count from the next run, after a stop"
                 log.warning("code_changed", files=news, consequence=consequence)
             await asyncio.sleep(CODE_LOOK_S)
@@ -553,10 +571,10 @@ class _Assembly:
 
     async def _keep_house(self, control: Control) -> None:
         """Notice what becomes of the run directory and of /tmp under a job of weeks."""
-        directory, touch_at = Watch(self.run_dir), 0.0
+        touch_at = 0.0
         while True:
             await asyncio.sleep(EPOCH_LOOK_S)
-            if (lost := await asyncio.to_thread(directory.look)) is not None:
+            if (lost := await asyncio.to_thread(self.directory.look)) is not None:
                 self.daemon.note_superseded(lost)
             await control.mend()
             if time.monotonic() >= touch_at:

@@ -117,9 +117,10 @@ class EmbeddedRay:
     def touch(self) -> None:
         """Let the session's files look new to whatever removes old ones from /tmp."""
         temp_dir = _own_temp_dir(self._record.read() or {})
-        for path in [temp_dir.parent, temp_dir, *temp_dir.rglob("*")] if temp_dir else []:
-            with contextlib.suppress(OSError):
-                os.utime(path, follow_symlinks=False)
+        for folder, _, files in os.walk(temp_dir) if temp_dir else ():
+            for path in (folder, *(f"{folder}/{file}" for file in files)):
+                with contextlib.suppress(OSError):  # Ray removes files of its own
+                    os.utime(path, follow_symlinks=False)
 
     def _start(self) -> str:
         token = _token(self._run_dir)
@@ -205,14 +206,14 @@ class EmbeddedRedis:
     def is_alive(self) -> bool:
         """Whether the recorded server still runs; a look at /proc."""
         record = self._record.read()
-        return record is not None and _all_alive(record, "redis-server", log=self._log)
+        return record is not None and _all_alive(record, "redis-server")
 
     def stop(self) -> None:
         """End the recorded server. Harmless where there is none."""
         record = self._record.read()
         if record is None:
             return
-        _end_recorded(record, self._log)
+        _end_recorded(record)
         self._reap()
         self._record.write(None)
 
@@ -226,6 +227,7 @@ class EmbeddedRedis:
         }
         self._record.write(record)
         with _open_log(self._log) as log:
+            record["log"] = _place_of(self._log)
             self._process = subprocess.Popen(
                 [_redis_server(), "-"],
                 env={**os.environ, EMBEDDED_MARK: mark},
@@ -351,31 +353,34 @@ def _find_marked(mark: str) -> dict[str, list[float]]:
     return found
 
 
-def _all_alive(record: Mapping[str, Any], *names: str, log: Path | None = None) -> bool:
+def _all_alive(record: Mapping[str, Any], *names: str) -> bool:
     processes = {name: _identity(pair) for name, pair in record["processes"].items()}
-    mark = str(record["mark"])
-    return all(name in processes and _is_ours(processes[name], mark, log) for name in names)
+    return all(name in processes and _is_ours(processes[name], record) for name in names)
 
 
-def _is_ours(process: Identity, mark: str, log: Path | None) -> bool:
+def _is_ours(process: Identity, record: Mapping[str, Any]) -> bool:
     """Whether it lives and was started by this job: a record alone is believed nothing.
 
-    A redis-server overwrites its environment; its log is its standard output.
+    A redis-server overwrites its environment; its standard output is its log, wherever that is now.
     """
     if not is_alive(process) or not is_in_our_world(process.pid):
         return False
-    if environment(process.pid).get(EMBEDDED_MARK) == mark:
+    if environment(process.pid).get(EMBEDDED_MARK) == record["mark"]:
         return True
     with contextlib.suppress(OSError):
-        return log is not None and Path(f"/proc/{process.pid}/fd/1").samefile(log)
+        return _place_of(Path(f"/proc/{process.pid}/fd/1")) == record.get("log")
     return False
 
 
-def _end_recorded(record: Mapping[str, Any], log: Path | None = None) -> None:
+def _place_of(path: Path) -> list[int]:
+    found = path.stat()
+    return [found.st_dev, found.st_ino]
+
+
+def _end_recorded(record: Mapping[str, Any]) -> None:
     """End the recorded processes, what bears their mark, and what is below either."""
-    mark = str(record["mark"])
-    known = [*record["processes"].values(), *_find_marked(mark).values()]
-    living = {one for one in map(_identity, known) if _is_ours(one, mark, log)}
+    known = [*record["processes"].values(), *_find_marked(str(record["mark"])).values()]
+    living = {one for one in map(_identity, known) if _is_ours(one, record)}
     rows = look_at_all()
     below = {row.identity for row in descendants([one.pid for one in living], rows)}
     left = end(living | below, _STOP_LIMIT_S)
@@ -417,6 +422,8 @@ class _Record:
         """None where nothing is recorded. Raises DiskError where that is damaged."""
         if self._identity is None:
             self._known = _read_file(self._run_dir).get(self._part)
+            if self._known is not None:
+                self._identity = _identity_of(self._run_dir)
         return self._known
 
     def write(self, record: dict[str, Any] | None) -> None:

@@ -41,6 +41,23 @@ def full_pipe() -> Iterator[int]:
     os.close(reader)
 
 
+def test_a_terminal_that_is_closed_stops_the_job_with_a_save_and_status_75(job: MakeJob) -> None:
+    """Two SIGHUPs at once cost the last save, and what could not be printed made the status 1."""
+    tiny = job(**{"trainer.options.pace_s": 0.2})
+    reader, writer = os.openpty()
+    daemon = tiny.start(stdout=writer)
+    os.close(writer)
+    try:
+        daemon.until_committed()
+    finally:
+        os.close(reader)
+    for _ in range(2):
+        daemon.signal(signal.SIGHUP)
+    assert daemon.exit_status() == 75
+    assert tiny.events("workers_saved")
+    assert tiny.result()["state"] == "STOPPED"
+
+
 @pytest.mark.parametrize("destination", [stopped_terminal, full_pipe])
 def test_a_reader_that_stops_reading_stops_nothing(
     job: MakeJob, destination: Callable[[], AbstractContextManager[int]]

@@ -162,6 +162,27 @@ def test_a_record_that_was_handed_over_ends_and_removes_nothing(tmp_path: Path, 
     assert precious.is_dir()
 
 
+@pytest.mark.parametrize("moved", [True, False])
+def test_a_server_is_ended_though_its_directory_is_gone(tmp_path: Path, moved: bool) -> None:
+    """It was known by a file that was no longer where it had been."""
+    run_dir = tmp_path / "job"
+    run_dir.mkdir()
+    server = EmbeddedRedis(run_dir)
+    address = server.ensure()
+    successor = EmbeddedRedis(run_dir)
+    assert successor.ensure() == address  # of a daemon that has adopted it
+    if moved:
+        run_dir.rename(tmp_path / "elsewhere")
+    else:
+        shutil.rmtree(run_dir)
+    started = time.monotonic()
+    successor.stop()
+    assert time.monotonic() - started < 5
+    assert not server.is_alive()
+    assert not run_dir.exists()
+    server.stop()
+
+
 def test_what_a_deleted_directory_of_this_path_has_left_is_ended(tmp_path: Path) -> None:
     """After kill -9 of the daemon and rm -rf the old workers trained on, unseen."""
     run_dir = tmp_path / "job"
