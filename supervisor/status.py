@@ -149,6 +149,7 @@ def _budgets(job: Job) -> dict[str, dict[str, int]]:
         "worker": limits.failures_max,
         "startup": limits.startup_failures_max,
         "node": limits.node_failures_max,
+        "preemption": limits.preemptions_max,  # a promised field; nothing is charged to it yet
         "numbers": limits.rollbacks_max,
     }
     return {
