@@ -107,7 +107,8 @@ def run(options: argparse.Namespace) -> int:
     os.umask(0o077)  # whatever a run leaves is its owner's, and so is what our children leave
     config_path = Path(options.config).resolve()
     settings, origins = read_settings(Settings, options.config, options.set)
-    terminal = sys.stdout.isatty() and not options.plain
+    terminal = sys.stdout.isatty() and options.log is None
+    form = options.log or settings.control.log
     run_dir = job_directory(settings.job, config_path)
     if options.fresh:
         from supervisor.jobs import set_aside
@@ -125,7 +126,10 @@ def run(options: argparse.Namespace) -> int:
                     f"{run_dir} cannot be written ({error.strerror}); set job.run_dir to a place "
                     "that can"
                 ) from error
-        configure(log if terminal else sys.stdout)
+        if terminal:
+            configure(log)
+        else:
+            configure(sys.stdout, form)
 
         import asyncio
 
@@ -141,8 +145,10 @@ def run(options: argparse.Namespace) -> int:
                 keep_code=options.keep_code,
             )
         )
-        if terminal:
+        if terminal or form == "plain":
             _print_result(run_dir)
+        else:
+            _log_result(run_dir)
         return status
 
 
@@ -421,6 +427,21 @@ def _print_result(run_dir: Path) -> None:
     _say(f"Files: {run_dir}")
 
 
+def _log_result(run_dir: Path) -> None:
+    """Log how the job ended, so that a program needs no other file to raise an alarm."""
+    import structlog
+
+    from supervisor.recorded import read_result
+
+    if (result := read_result(run_dir)) is None:
+        return
+    names = ("state", "exit_status", "reason", "step", "steps_lost", "traceback")
+    facts = {name: result[name] for name in names if result.get(name) is not None}
+    log = structlog.get_logger()
+    say = log.error if result.get("state") == "FAILED" else log.info
+    say("job_ended", **facts, run_dir=str(run_dir))
+
+
 # ------------------------------------------------------------------------------- arguments
 
 
@@ -555,8 +576,23 @@ def _add_json(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_running(parser: argparse.ArgumentParser, *, default: bool | None = None) -> None:
+    unset = argparse.SUPPRESS if default is None else None
+    parser.add_argument(
+        "--log",
+        choices=("plain", "json"),
+        default=unset,
+        help="log lines instead of the panel, also on a terminal: plain for people, or json for "
+        "programs; off a terminal control.log counts if left out (plain)",
+    )
+    parser.add_argument(
+        "--plain",
+        dest="log",
+        action="store_const",
+        const="plain",
+        default=unset,
+        help="the same as --log plain",
+    )
     for name, text in (
-        ("--plain", "JSON lines even on a terminal"),
         (
             "--take-over",
             "end the daemon that holds the job on this machine, frozen or not, and go on with its "

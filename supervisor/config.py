@@ -264,6 +264,10 @@ class ControlSettings(Section):
     drills: bool | Auto = Field(
         default="auto", description='`fault` allowed? "auto" = only with address = "local"'
     )
+    log: Literal["plain", "json"] = Field(
+        default="plain",
+        description='log lines where no terminal shows the panel: "plain" = for people, "json"',
+    )
 
 
 class Settings(Section):

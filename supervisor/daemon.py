@@ -12,6 +12,7 @@ The contract, in this order, for every event:
 """
 
 import asyncio
+import logging
 import signal
 import traceback
 from collections import deque
@@ -40,6 +41,23 @@ STORY_LENGTH = 20
 ONE_SIGNAL_S = 1.0
 ROLL_RETRY_S = 60.0
 _ENDED = ("", *(state.name for state in TERMINAL))
+# What someone should look at although no worker was lost by it.
+_WARNINGS = (
+    e.BatchSkipped,
+    e.CapacityMissing,
+    e.CheckpointFailed,
+    e.ClusterLost,
+    e.DifferencesFound,
+    e.ExitUnproven,
+    e.HeartbeatStoreLost,
+    e.HousekeepingFailed,
+    e.LastSaveFailed,
+    e.RestorePointRejected,
+    e.RestorePointsUnreadable,
+    e.SnapshotFailed,
+    e.StandbyDisabled,
+    e.StandbyLost,
+)
 
 
 class Clock:
@@ -385,6 +403,18 @@ def _merged(inbox: deque[e.Event]) -> e.Event:
     return event
 
 
+def _level(move: Move) -> int:
+    """Return a level that alarms can use: errors end the job, warnings are incidents and such."""
+    if move.target is State.FAILED is not move.source:
+        return logging.ERROR
+    opened = move.target is State.DRAINING is not move.source
+    ordered = isinstance(move.event, e.StopRequested | e.TrainingCompleted)
+    is_stale = move.why.startswith("stale")
+    if (opened and not ordered) or (isinstance(move.event, _WARNINGS) and not is_stale):
+        return logging.WARNING
+    return logging.INFO
+
+
 def _tell(move: Move, job: Job) -> None:
     facts = {
         key: value
@@ -396,7 +426,8 @@ def _tell(move: Move, job: Job) -> None:
         facts["error"] = error if isinstance(error, str) else error.get("message")
     if said := getattr(move.event, "why", ""):
         facts["because"] = said
-    log.info(
+    log.log(
+        _level(move),
         move.event.name,
         source=move.source.name,
         target=move.target.name,

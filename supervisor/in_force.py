@@ -17,6 +17,7 @@ from supervisor.redis_address import masked
 from trainer.whole import write_whole
 
 SETTINGS_FILE = "settings.json"
+_COUNTS_AT_ONCE = "control.log"  # it is the daemon's alone: no worker waits for it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,10 +73,14 @@ def steps_before(run_dir: Path) -> int | None:
 
 def _changes(former: Settings, now: Settings) -> tuple[str, ...]:
     then, new = effective(former, {}), effective(now, {})
-    return tuple(key for key in new if then[key]["value"] != new[key]["value"])
+    return tuple(
+        key for key in new if key != _COUNTS_AT_ONCE and then[key]["value"] != new[key]["value"]
+    )
 
 
 def _table(settings: Settings) -> dict[str, Any]:
     table = settings.model_dump(mode="json")
     table["heartbeats"]["redis_url"] = masked(settings.heartbeats.redis_url)
+    section, _, key = _COUNTS_AT_ONCE.partition(".")
+    del table[section][key]
     return table

@@ -30,7 +30,8 @@ def _lines_lost(count: int) -> str:
     return f"[{count} lines of output were lost: they could not be written in time]\n"
 
 
-def _log_lines_lost(count: int) -> str:
+def log_lines_lost(count: int) -> str:
+    """Report lost lines as a line of a log in JSON."""
     return f'{{"event": "log_lines_lost", "count": {count}}}\n'
 
 
@@ -50,7 +51,7 @@ class BackgroundStream(io.TextIOBase):
         notice: Notice = _lines_lost,
     ) -> None:
         self._descriptor, self._encoding = descriptor, encoding
-        self._pending_max, self._notice = pending_max, notice
+        self._pending_max, self.notice = pending_max, notice
         self._partial: list[str] = []
         self._pending: deque[bytes] = deque()
         self._pending_bytes = 0
@@ -133,7 +134,7 @@ class BackgroundStream(io.TextIOBase):
                 lost = self._lost
             try:
                 if lost:
-                    self._write(self._notice(lost).encode(self._encoding, "replace"))
+                    self._write(self.notice(lost).encode(self._encoding, "replace"))
                     with self._changed:
                         self._lost -= lost
                 self._write(data)
@@ -157,7 +158,7 @@ class BackgroundStream(io.TextIOBase):
 def appended(path: Path) -> Iterator[TextIO]:
     """A stream that appends lines to a log file of its owner's. Raises OSError."""
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
-    stream = BackgroundStream(os.open(path, flags, 0o600), notice=_log_lines_lost)
+    stream = BackgroundStream(os.open(path, flags, 0o600), notice=log_lines_lost)
     try:
         yield cast(TextIO, stream)
     finally:
@@ -168,10 +169,7 @@ def appended(path: Path) -> Iterator[TextIO]:
 def in_background() -> Iterator[None]:
     """Let threads write what this process prints; at the end wait a moment for its reader."""
     before = sys.stdout, sys.stderr
-    streams = [
-        _in_background(sys.stdout, _log_lines_lost),
-        _in_background(sys.stderr, _lines_lost),
-    ]
+    streams = [_in_background(sys.stdout), _in_background(sys.stderr)]
     sys.stdout, sys.stderr = (
         stream or as_before for stream, as_before in zip(streams, before, strict=True)
     )
@@ -185,7 +183,7 @@ def in_background() -> Iterator[None]:
         sys.stdout, sys.stderr = before
 
 
-def _in_background(stream: object, notice: Notice) -> BackgroundStream | None:
+def _in_background(stream: object) -> BackgroundStream | None:
     """None for what is not a file, such as the stream of a test."""
     if not isinstance(stream, io.TextIOWrapper):
         return None
@@ -194,7 +192,7 @@ def _in_background(stream: object, notice: Notice) -> BackgroundStream | None:
         descriptor = os.dup(stream.fileno())
     except (OSError, ValueError):
         return None
-    return BackgroundStream(descriptor, encoding=stream.encoding, notice=notice)
+    return BackgroundStream(descriptor, encoding=stream.encoding)
 
 
 @contextlib.contextmanager

@@ -48,6 +48,7 @@ SHARED_MEMORY = Path("/dev/shm")
 
 SETTINGS: dict[str, Any] = {
     "job.name": "tiny",
+    "control.log": "json",
     "checkpoint.every_steps": EVERY_STEPS,
     "checkpoint.keep": 2,
     "budgets.backoff_base_s": 0.1,

@@ -114,6 +114,45 @@ def fake_run(monkeypatch: pytest.MonkeyPatch, run: Callable[..., int]) -> None:
     monkeypatch.setitem(sys.modules, "supervisor.assembly", module)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "settings", "is_json"),
+    [
+        ([], "", False),
+        (["--log", "json"], "", True),
+        ([], "[control]\nlog = 'json'\n", True),
+        (["--plain"], "[control]\nlog = 'json'\n", False),
+    ],
+)
+def test_the_end_is_printed_as_asked_for(
+    config: Path,
+    run_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    settings: str,
+    is_json: bool,
+) -> None:
+    """Into a pipe there was JSON only, without the traceback and without a last line."""
+
+    def fail(*_: object) -> int:
+        result = {"state": "FAILED", "exit_status": 4, "reason": "it broke", "step": 20}
+        result |= {"traceback": 'File "my_task.py", line 3'}
+        (run_dir / "result.json").write_text(json.dumps(result))
+        return 4
+
+    fake_run(monkeypatch, fail)
+    config.write_text(config.read_text() + settings)
+    assert main([*arguments, "--config", str(config)]) == 4
+    out = capsys.readouterr().out
+    if is_json:
+        line = json.loads(out.splitlines()[-1])
+        assert (line["event"], line["level"], line["step"]) == ("job_ended", "error", 20)
+        assert "my_task.py" in line["traceback"]
+    else:
+        assert "FAILED at step 20: it broke" in out
+        assert 'File "my_task.py", line 3' in out
+
+
 @pytest.mark.parametrize("command", ["", *COMMANDS])
 def test_every_command_has_help_with_an_example(
     command: str, capsys: pytest.CaptureFixture[str]
