@@ -44,6 +44,7 @@ class Code:
             target.parent.mkdir(parents=True, exist_ok=True)
             try:
                 shutil.copy2(self.root / file, target)
+                target.chmod(target.stat().st_mode & 0o700)  # for its owner only, as all of a run
             except FileNotFoundError:
                 continue
         for link in self.links:

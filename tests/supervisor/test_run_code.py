@@ -45,6 +45,17 @@ def test_code_is_copied_and_data_and_runs_are_not(tmp_path: Path) -> None:
     ]
 
 
+def test_a_copy_is_for_its_owner_only(tmp_path: Path) -> None:
+    """Modules are open to all where they are edited; whatever a run leaves is not."""
+    write(tmp_path, "mine.py", "tool.py")
+    (tmp_path / "mine.py").chmod(0o664)
+    (tmp_path / "tool.py").chmod(0o755)
+    opened(tmp_path)
+    copy = copy_of(tmp_path / "runs" / "first", 1)
+    modes = [(copy / name).stat().st_mode & 0o777 for name in ("mine.py", "tool.py")]
+    assert modes == [0o600, 0o700]
+
+
 def test_what_lies_beside_the_code_is_found_beside_its_copy(tmp_path: Path) -> None:
     """`Path(__file__).with_name("words.txt")` must work in the copy as it did before."""
     write(tmp_path, "mine.py", "words.txt", "texts/a.txt", "tools/b.py", "tools/c.bin", text="x")
