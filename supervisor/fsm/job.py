@@ -73,6 +73,7 @@ PURPOSES = ("", "recover", "stop", "fail", "complete")
 
 DIFFERENCES_KEPT = 20  # lines
 SELECT_AGAIN_S = 5.0
+REJECTIONS_MORE_MAX = 20  # than checkpoints are kept: snapshots, and what a crash left
 SAVES_FAILED_MAX = 3  # in a row, if none has ever worked
 REJECTED_KEPT = 64  # more restore points than there ever are at once
 # Between starts of a standby that failed `standby_failures_max` times running: from, doubled, to.
@@ -136,6 +137,7 @@ class Job:
     skips: tuple[tuple[int, int], ...] = ()  # (from this step on, batches left out before it)
     committed_step: int = -1
     saves_failed: int = 0  # In a row, on a disk that is fine.
+    rejections: int = 0  # Of restore points, since a step was finished.
     verified: tuple[tuple[int, int], ...] = ()  # (generation, step) of the newest checkpoints
     rejected: tuple[tuple[str, int, int], ...] = ()  # (kind, generation, step), found damaged
     stepped: bool = False  # Some generation finished a step: the user's code can work.
@@ -237,6 +239,11 @@ class Job:
 
     def is_starting(self, event: GenerationEvent) -> bool:
         return self.stage == "starting"
+
+    def restores_in_vain(self, event: RestorePointRejected) -> bool:
+        """Each rejected one is set aside: more than are ever kept means that new ones appear."""
+        may_end = self.state is State.INITIALIZING or self.stage == "starting"
+        return may_end and self.rejections >= self.limits.checkpoints_kept + REJECTIONS_MORE_MAX
 
     def awaits_capacity(self, event: CapacityFound) -> bool:
         return self.stage == "capacity"
@@ -497,6 +504,7 @@ class Job:
 
     def note_first_step(self, event: Event) -> None:
         self.stepped = True
+        self.rejections = 0
 
     def note_checkpoint(self, event: CheckpointCommitted) -> None:
         self.committed_step = event.step
@@ -662,6 +670,7 @@ class Job:
         self.stage = "quarantine"
         rejected = (self.restore_kind, self.restore_saved_by, self.restore_step)
         self.rejected = (*self.rejected, rejected)[-REJECTED_KEPT:]
+        self.rejections += 1
         if self.restore_kind == "checkpoint":
             bad = (self.restore_saved_by, self.restore_step)
             self.verified = tuple(each for each in self.verified if each != bad)

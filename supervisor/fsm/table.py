@@ -330,6 +330,14 @@ FAILURES = [
     ],
     on(
         e.RestorePointRejected,
+        (S.INITIALIZING, S.RESTORING),
+        S.DRAINING,
+        "more restore points were damaged than are ever kept: something writes them again",
+        when="restores_in_vain",
+        do="drain_to_fail kill_workers",
+    ),
+    on(
+        e.RestorePointRejected,
         S.INITIALIZING,
         S.DRAINING,
         "the restore point is damaged; it goes to quarantine and the one before is taken",

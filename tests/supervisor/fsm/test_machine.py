@@ -368,3 +368,20 @@ def test_failed_saves_on_a_full_disk_or_after_good_ones_stop_nothing() -> None:
     for step in range(12, 20):
         machine.handle(failed_save(step))
     assert machine.job.state is State.RUNNING
+
+
+def test_restore_points_that_are_rejected_without_end_fail_the_job() -> None:
+    """Workers of a deleted run wrote new ones: RESTORING looped, without a pause or a charge."""
+    machine = running(rejections=21, committed_step=5)
+    machine.handle(crashed())
+    states = []
+    for generation in (2, 3):
+        for event in (
+            e.WorkersGone(at=2.0, generation=generation - 1, exits=()),
+            selected(generation, step=5),
+            e.RestorePointRejected(at=3.0, generation=generation, ranks=(0,), path="p", why="bad"),
+            e.RestorePointQuarantined(at=4.0, path="p"),
+        ):
+            machine.handle(event)
+        states.append((machine.job.state, machine.job.exit_status))
+    assert states == [(State.DRAINING, -1), (State.DRAINING, 4)]
