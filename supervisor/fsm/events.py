@@ -91,7 +91,7 @@ class HeartbeatStoreLost(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeartbeatStoreRecovered(Event):
-    """Sight is back; every lease started afresh."""
+    """Heartbeats can be read again; only time in which nobody looked is left out of a silence."""
 
     blind_s: float
 

@@ -673,14 +673,14 @@ HOUSEKEEPING = [
         e.HeartbeatStoreLost,
         LIVE,
         None,
-        "blind, not dead: verdicts freeze and training goes on",
+        "blind, not dead: the slots are asked instead, and training goes on",
         do="note_blindness",
     ),
     on(
         e.HeartbeatStoreRecovered,
         LIVE,
         None,
-        "sight is back and every lease starts afresh",
+        "heartbeats can be read again; only time in which nobody looked is left out",
         do="note_sight",
     ),
     on(
