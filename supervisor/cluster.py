@@ -95,6 +95,7 @@ class Slot:
     rank: int
     node_id: str
     host: str
+    address: str
     pid: int
     started_at: float
     local_rank: int
@@ -151,6 +152,10 @@ class ClusterNeeds(Protocol):
 
 class Cluster(Protocol):
     """What the daemon needs of a cluster. Every wait is bounded; failures are ClusterErrors."""
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """The slots that were placed or adopted last, by rank."""
 
     async def connect(self) -> None:
         """Reach the cluster, the job's own head started if need be."""
@@ -320,6 +325,11 @@ class RayCluster:
             short += f"; set aside: {'; '.join(one.why for one in self._aside.values())}"
         return short
 
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """Those that were placed or adopted last, by rank."""
+        return self._slots
+
     async def place(self, placement: int, timeout_s: float) -> tuple[Slot, ...]:
         """Place the slots anew. Whatever way it fails, nothing of it is left.
 
@@ -365,7 +375,7 @@ class RayCluster:
         answers = [_or_raise(outcome) for outcome in outcomes]
         if any(answer.get("leaving") for answer in answers):  # as an orphan, on its own
             return None
-        self._settle(actors, answers, at)
+        self._settle(actors, answers, at, await self._addresses())
         children: dict[int, dict[int, int]] = {}
         for child in (child for answer in answers for child in answer["children"]):
             # Before the news of the watches, and after those who will hear it are ready.
@@ -589,7 +599,7 @@ class RayCluster:
         )
         told = await asyncio.gather(*questions)
         self._set_aside(at, told)
-        self._settle(actors, told, at)
+        self._settle(actors, told, at, await self._addresses())
 
     def _set_aside(self, at: list[str], told: Sequence[dict[str, Any]]) -> None:
         """A new slot has tried to end what dead ones left on its node; what it could not stays."""
@@ -616,7 +626,17 @@ class RayCluster:
             node: one for node, one in self._aside.items() if one.is_here or one.until > now
         }
 
-    def _settle(self, actors: Sequence[Any], told: Sequence[dict[str, Any]], at: list[str]) -> None:
+    async def _addresses(self) -> dict[str, str]:
+        table = await self._in_thread(_TABLE_LIMIT_S, ray_calls.nodes)
+        return {node.id: node.address for node in table}
+
+    def _settle(
+        self,
+        actors: Sequence[Any],
+        told: Sequence[dict[str, Any]],
+        at: list[str],
+        addresses: Mapping[str, str],
+    ) -> None:
         """Give the slots their ranks; the order depends on nodes and devices alone."""
         order = ray_calls.rank_order(at, [one["gpus"] for one in told])
         node_ranks = {node: rank for rank, node in enumerate(dict.fromkeys(at[i] for i in order))}
@@ -629,6 +649,7 @@ class RayCluster:
                 rank=rank,
                 node_id=places[rank],
                 host=told[index]["host"],
+                address=addresses.get(places[rank], ""),
                 pid=told[index]["pid"],
                 started_at=told[index]["started_at"],
                 local_rank=places[:rank].count(places[rank]),
@@ -664,8 +685,7 @@ class RayCluster:
     async def _reserve_address(self, generation: int) -> str:
         host = ""
         if len({slot.node_id for slot in self._slots}) > 1:
-            table = await self._in_thread(_TABLE_LIMIT_S, ray_calls.nodes)
-            host = next(node.address for node in table if node.id == self._slots[0].node_id)
+            host = self._slots[0].address
         try:
             answer = await self._tell(0, "reserve_address", generation, host)
         except ClusterError as error:

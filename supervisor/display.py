@@ -39,6 +39,7 @@ _PROGRESS = (
 )
 _WORKERS_SHOWN = 8
 _LONGEST = 240  # characters of one text
+_HOST_LENGTH = 32
 _log = structlog.get_logger()
 
 
@@ -307,8 +308,8 @@ def _last_event(snapshot: Snapshot) -> Text | None:
 def _workers(workers: Sequence[Mapping[str, Any]]) -> RenderableType:
     """All workers, or of very many those that are furthest behind."""
     table = Table(box=None, padding=(0, 2), pad_edge=False, header_style="dim")
-    for heading in ("rank", "phase", "step", "beat", "pid", "node"):
-        table.add_column(heading, justify="left" if heading in ("phase", "node") else "right")
+    for heading in ("rank", "phase", "step", "beat", "pid", "host"):
+        table.add_column(heading, justify="left" if heading in ("phase", "host") else "right")
     behind = sorted(workers, key=lambda worker: (worker.get("step") or 0, -_age(worker)))
     for worker in sorted(behind[:_WORKERS_SHOWN], key=lambda worker: worker.get("rank", 0)):
         age_s = worker.get("beat_age_s")
@@ -318,7 +319,7 @@ def _workers(workers: Sequence[Mapping[str, Any]]) -> RenderableType:
             "-" if worker.get("step") is None else f"{worker['step']:,}",
             "-" if age_s is None else f"{age_s:.1f} s ago",
             str(worker.get("pid") or "-"),
-            one_line(worker.get("node") or "-"),
+            one_line(worker.get("host") or worker.get("node") or "-", _HOST_LENGTH),
         )
     if len(workers) <= _WORKERS_SHOWN:
         return table

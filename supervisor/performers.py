@@ -165,7 +165,6 @@ class Performers:
         self.save_s = 0.0  # the longest that a checkpoint took
         self.rosters: dict[int, Roster] = {}
         self.pids: dict[int, dict[int, int]] = {}
-        self.nodes: dict[int, str] = {}
         self._tasks: dict[asyncio.Task[None], x.Effect] = {}
         self._reached = False
 
@@ -474,12 +473,13 @@ class Performers:
             )
         except (ClusterError, EverstepError, OSError) as error:
             return e.PlacementFailed(at=self.clock(), generation=generation, error=str(error))
-        self.nodes = {slot.rank: slot.node_id for slot in slots}
+        named = {slot.node_id: (slot.node_id, slot.host, slot.address) for slot in slots}
         return e.SlotsPlaced(
             at=self.clock(),
             generation=generation,
             placement=effect.placement,
             slots=tuple((slot.rank, slot.node_id, slot.pid) for slot in slots),
+            hosts=tuple(named.values()),
         )
 
     async def _start_workers(self, effect: x.StartWorkers) -> e.Event:

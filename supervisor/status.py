@@ -117,15 +117,19 @@ def _workers(daemon: Daemon, beats: Mapping[tuple[int, int], BeatMessage]) -> li
     if roster is None:
         return []
     views = {view.rank: view for view in performers.views(active)}
+    slots = {slot.rank: slot for slot in performers.cluster.slots}
     rows = []
     for rank in range(performers.workers):
         beat, view = beats.get((active, rank)), views.get(rank)
         stepped = roster.said.get("stepped", {}).get(rank, {})
+        slot = slots.get(rank)
         rows.append(
             {
                 "rank": rank,
                 "pid": performers.pids.get(active, {}).get(rank),
-                "node": performers.nodes.get(rank),
+                "node": slot.node_id if slot else None,
+                "host": slot.host if slot else None,
+                "address": slot.address if slot else None,
                 "phase": beat.phase if beat else roster.phases[rank],
                 "step": beat.step if beat else None,
                 "beat_age_s": _rounded(view.beat_age_s) if view else None,

@@ -21,6 +21,8 @@ def tell(record: Mapping[str, Any]) -> str | None:
         return None
     event = dict(record.get("event") or {})
     name, at = event.pop("event", "?"), event.pop("at", None)
+    if name == "slots_placed":
+        event = _on_hosts(event)
     source, target = record.get("source"), record.get("target")
     states = str(source) if source == target else f"{source} → {target}"
     words = [f"{clock(at):8}  {states:<28} {name}"]
@@ -32,6 +34,16 @@ def tell(record: Mapping[str, Any]) -> str | None:
     if effects:
         lines.append(f"{'':10}then    {', '.join(effects)}")
     return printable("\n".join(lines))
+
+
+def _on_hosts(event: dict[str, Any]) -> dict[str, Any]:
+    """The slots by the names of their hosts: an id of Ray tells nobody where to look."""
+    hosts = {node: f"{host} ({address})" for node, host, address in event.pop("hosts", ())}
+    slots = [
+        f"rank {rank} on {hosts.get(node, node)}, pid {pid}"
+        for rank, node, pid in event.pop("slots", ())
+    ]
+    return {**event, "slots": "; ".join(slots)}
 
 
 def _says(value: object) -> bool:

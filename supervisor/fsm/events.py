@@ -197,10 +197,14 @@ class RestorePointRejected(GenerationEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotsPlaced(GenerationEvent):
-    """Every rank has a slot: (rank, node, pid of the slot), ranks ordered by node, then device."""
+    """Every rank has a slot: (rank, node, pid of the slot), ranks ordered by node, then device.
+
+    `hosts` names each node once: (node, host name, address).
+    """
 
     placement: int
     slots: tuple[tuple[int, str, int], ...]
+    hosts: tuple[tuple[str, str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -139,6 +139,7 @@ class SimCluster:
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._orders: dict[int, asyncio.Queue[tuple[int, Record]]] = {}
         self.skips: dict[int, list[list[int]]] = {}
+        self.placed: tuple[Slot, ...] = ()
         self.trained: dict[int, int] = {}  # batch by step
 
     def say(self, worker: Worker, report: str, **facts: Any) -> None:
@@ -171,17 +172,22 @@ class SimCluster:
             return None
         return self.script.shortage
 
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        return self.placed
+
     async def place(self, placement: int, timeout_s: float) -> tuple[Slot, ...]:
         self.calls.append(f"place {placement}")
         await asyncio.sleep(self.script.placement_s)
         if self.script.placement_fails:
             kind = self.script.placement_fails.pop(0)
             raise PlacementTimedOut("no slots") if kind == "timeout" else ClusterError(kind)
-        return tuple(
+        self.placed = tuple(
             Slot(
                 rank=rank,
                 node_id="node",
-                host="127.0.0.1",
+                host="node-a",
+                address="10.0.0.1",
                 pid=1000 + rank,
                 started_at=0.0,
                 local_rank=rank,
@@ -189,6 +195,7 @@ class SimCluster:
             )
             for rank in range(self.script.workers)
         )
+        return self.placed
 
     async def adopt(self, placement: int) -> dict[int, dict[int, int]] | None:
         if self.script.orphans_ended is not None:

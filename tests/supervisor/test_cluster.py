@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -231,6 +232,7 @@ def test_slots_start_a_generation_and_tell_a_death_within_a_tenth_of_a_second(
             (0, 0, 0),
             (1, 1, 0),
         ]
+        assert {(one.host, one.address) for one in slots} == {(socket.gethostname(), "127.0.0.1")}
         pids = await cluster.start(1, story.specs(1))
         told = await story.until("started", 0)
         assert told["pid"] == pids[0]

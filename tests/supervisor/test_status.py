@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from supervisor.status import snapshot
+from supervisor.workers import Roster
 from tests.sim.run import simulate
 from tests.sim.world import Script
 from trainer.heartbeat import BeatMessage
@@ -44,3 +45,16 @@ def test_the_last_picture_shows_what_the_result_says(ended: Any) -> None:
 def test_what_the_workers_said_last_counts_before_the_result_is_written(ended: Any) -> None:
     """The picture is drawn while the job drains."""
     assert look(ended)["step"] == ended.event("training_completed")["step"] == 60
+
+
+def test_a_worker_is_found_by_the_name_and_address_of_its_host(ended: Any) -> None:
+    """The node of a worker was an id of Ray, and after an adoption not even that."""
+    (event,) = (m["event"] for m in ended.moves if m["event"]["event"] == "slots_placed")
+    assert event["hosts"] == [["node", "node-a", "10.0.0.1"]]
+    ended.daemon.performers.rosters[ended.daemon.job.active] = Roster(
+        generation=1, world_size=2, restoring=False
+    )
+    rows = look(ended)["workers"]
+    assert [(row["node"], row["host"], row["address"]) for row in rows] == [
+        ("node", "node-a", "10.0.0.1")
+    ] * 2

@@ -62,3 +62,15 @@ def test_a_name_with_escape_codes_stays_text() -> None:
     assert text is not None
     assert not [one for one in text if one != "\n" and not one.isprintable()]
     assert len(text.splitlines()) == 3
+
+
+def test_slots_are_told_by_the_names_of_their_hosts() -> None:
+    """On a cluster an operator read 56 hex digits, and no command leads from these to a machine."""
+    node = "f" * 56
+    event = {"event": "slots_placed", "at": 0.5, "slots": [[0, node, 41], [1, "e" * 56, 42]]}
+    event["hosts"] = [[node, "node-a", "10.0.0.1"]]
+    text = tell({"kind": "move", "event": event, "source": "A", "target": "B", "effects": []})
+    assert text is not None
+    assert "rank 0 on node-a (10.0.0.1), pid 41" in text
+    assert node not in text
+    assert "e" * 56 in text  # a journal of an earlier version knows no names
