@@ -33,6 +33,7 @@ _ORDER_LIMIT_S = 5.0
 _START_LIMIT_S = 15.0
 _EVIDENCE_LIMIT_S = 2.0
 _WITNESS_LIMIT_S = 1.0
+_PROBE_LIMIT_S = 1.0
 _REMOVAL_LIMIT_S = 15.0
 _TABLE_LIMIT_S = 5.0
 _DOUBT_PAUSE_S = 0.25
@@ -109,6 +110,16 @@ class _Aside:
     why: str
     is_here: bool
     until: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Doubt:
+    """A process of a rank and generation that may live: `child`, or what bears its marks."""
+
+    why: str
+    machine: str
+    slot: Identity
+    child: Identity | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,6 +205,9 @@ class Cluster(Protocol):
         With `last_words` the living say where they stand first, within milliseconds.
         """
 
+    async def prove(self) -> tuple[str, ...]:
+        """What `kill` could not prove gone and is proven now, in the words of `kill`; told once."""
+
     async def snapshots(self) -> list[Snapshot]:
         """The complete snapshots that the slots hold."""
 
@@ -267,6 +281,7 @@ class RayCluster:
         self._silent: set[int] = set()
         self._aside: dict[str, _Aside] = {}
         self._started: dict[int, dict[int, Identity]] = {}
+        self._doubts: dict[tuple[int, int], _Doubt] = {}  # by generation and rank
         self._watches: list[asyncio.Task[None]] = []
         self._guard: asyncio.Task[None] | None = None
         self._is_lost = False
@@ -426,9 +441,49 @@ class RayCluster:
         outcomes = await asyncio.gather(*kills)
         exits = tuple(end for end, _ in outcomes if end is not None)
         unproven = tuple(why for _, why in outcomes if why is not None)
+        for slot, (_, why) in zip(self._slots, outcomes, strict=True):
+            if why is not None:
+                self._doubts[generation, slot.rank] = _Doubt(
+                    why=why,
+                    machine=self._machines[slot.rank],
+                    slot=Identity(pid=slot.pid, started_at=slot.started_at),
+                    child=self._started.get(generation, {}).get(slot.rank),
+                )
         if not unproven:
             self._started.pop(generation, None)
         return exits, unproven
+
+    async def prove(self) -> tuple[str, ...]:
+        """Looks on this machine, and asks a slot on each other one. Never raises."""
+        asked = list(self._doubts.items())
+        answers = await asyncio.gather(
+            *(self._is_proven(generation, doubt) for (generation, _), doubt in asked)
+        )
+        proven = [key for (key, _), is_proven in zip(asked, answers, strict=True) if is_proven]
+        return tuple(self._doubts.pop(key).why for key in proven)
+
+    async def _is_proven(self, generation: int, doubt: _Doubt) -> bool:
+        """Whether nothing of it is left on its machine; what is left is sent SIGKILL again."""
+        there = [
+            slot.rank
+            for slot in self._slots
+            if self._machines[slot.rank] == doubt.machine and slot.rank not in self._dead
+        ]
+        try:
+            self._fence()
+            if doubt.machine == machine():
+                arguments = (self._run_dir, generation, doubt.slot, doubt.child, 0.0)
+                return not await self._in_thread(_PROBE_LIMIT_S, end_generation, *arguments)
+            if not there:
+                return False
+            child = doubt.child or doubt.slot
+            marks = (doubt.slot.pid, doubt.slot.started_at, child.pid, child.started_at)
+            answer = await self._tell(
+                there[0], "probe", generation, *marks, group="evidence", limit_s=_PROBE_LIMIT_S
+            )
+        except EverstepError:
+            return False
+        return not answer["survivors"]
 
     async def snapshots(self) -> list[Snapshot]:
         """Where all slots are on this machine, no slot is asked."""

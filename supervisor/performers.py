@@ -473,6 +473,7 @@ class Performers:
             )
         except (ClusterError, EverstepError, OSError) as error:
             return e.PlacementFailed(at=self.clock(), generation=generation, error=str(error))
+        await self._report_proofs()  # slots may be where nobody could look before
         named = {slot.node_id: (slot.node_id, slot.host, slot.address) for slot in slots}
         return e.SlotsPlaced(
             at=self.clock(),
@@ -633,8 +634,9 @@ class Performers:
         exits: tuple[tuple[int, int | None, str | None], ...] = ()
         if roster is not None:
             try:
-                ended, unproven = await self.cluster.kill(
-                    generation, self.drain_s, last_words=effect.incident > 0
+                (ended, unproven), _ = await asyncio.gather(
+                    self.cluster.kill(generation, self.drain_s, last_words=effect.incident > 0),
+                    self._report_proofs(),
                 )
                 if effect.incident:
                     self._spawn(self._write_last_words(effect, ended))
@@ -647,6 +649,11 @@ class Performers:
                 at=self.clock(), generation=generation, unproven=unproven, exits=exits
             )
         return e.WorkersGone(at=self.clock(), generation=generation, exits=exits)
+
+    async def _report_proofs(self) -> None:
+        """Report what could not be proven gone before and is proven now."""
+        if proven := await self.cluster.prove():
+            self.on_outcome(e.ExitProven(at=self.clock(), proven=proven))
 
     async def _write_last_words(self, effect: x.KillWorkers, ended: Sequence[Exit]) -> None:
         """Nothing on the path of recovery waits for it."""

@@ -76,6 +76,13 @@ def trained(sim: Sim, batches: dict[int, int]) -> None:
     assert {step: sim.cluster.trained[step] for step in batches} == batches
 
 
+def doubted(sim: Sim, *names: str) -> None:
+    """Whose end the result says could not be proven."""
+    assert sim.daemon.job.unproven == names
+    assert sim.disk.result is not None
+    assert ("could not be ended" in sim.disk.result["reason"]) is bool(names)
+
+
 def started(sim: Sim, *generations: int) -> None:
     """Which generations were started to train, not to stand by."""
     started = [
@@ -327,6 +334,12 @@ SCENARIOS = {
         faulty(Fault(kind="stop", step=25), unkillable={(1, 1)}),
         states=[*START, "DRAINING", "RESTORING", *START, *END],
         events=["exit_unproven", "slots_placed"],
+    ),
+    "a_process_that_ends_after_all": Scenario(
+        faulty(Fault(kind="stop", step=25), unkillable={(1, 1)}, unkillable_until=20.0),
+        states=[*START, "DRAINING", "RESTORING", *START, *END],
+        events=["exit_unproven", "slots_placed", "training_completed", "exit_proven"],
+        check=lambda sim: doubted(sim),
     ),
     "stopped_by_an_operator": Scenario(
         Script(),

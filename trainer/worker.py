@@ -21,11 +21,21 @@ from pathlib import Path
 from typing import Any, Concatenate, ParamSpec
 
 from trainer import orphans
-from trainer.child import Child, ChildError, Launch, Report, Spare, end_orphans, log_tail, machine
+from trainer.child import (
+    Child,
+    ChildError,
+    Launch,
+    Report,
+    Spare,
+    end_generation,
+    end_orphans,
+    log_tail,
+    machine,
+)
 from trainer.environment import UNIX, worker_environment
 from trainer.heartbeat import HeartbeatError, read_beat_file, read_canary
 from trainer.private import private_directory, socket_path
-from trainer.processes import look, raise_file_limit
+from trainer.processes import Identity, look, raise_file_limit
 from trainer.snapshot import SnapshotError, discard, list_snapshots, sweep
 from trainer.snapshot import directory_of as snapshot_directory
 from trainer.stacks import collect
@@ -268,6 +278,26 @@ class ResilientWorker:
             self._release(generation)
         exit = child.exit if child else None
         return {"exit": exit, "survivors": survivors, "stacks": stacks}
+
+    @answers
+    def probe(
+        self,
+        epoch: int,
+        generation: int,
+        slot_pid: int,
+        slot_started_at: float,
+        pid: int,
+        started_at: float,
+    ) -> dict[str, Any]:
+        """End what a slot that was lost may have left here; the pids of `survivors`.
+
+        `pid` is its child; one that never was is given as the slot itself.
+        """
+        self._admit(epoch)
+        slot = Identity(pid=slot_pid, started_at=slot_started_at)
+        child = Identity(pid=pid, started_at=started_at)
+        left = end_generation(self._run_dir, generation, slot, child, 0.0)
+        return {"survivors": [process.pid for process in left]}
 
     @answers
     def snapshots(self, epoch: int) -> dict[str, Any]:

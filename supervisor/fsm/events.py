@@ -131,6 +131,13 @@ class DifferencesFound(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExitProven(Event):
+    """Processes whose end was in doubt are proven gone; each named as `exit_unproven` named it."""
+
+    proven: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RestorePointQuarantined(Event):
     """A rejected restore point was moved to where nothing picks it again."""
 

@@ -39,6 +39,7 @@ from .events import (
     DeadlinePassed,
     DifferencesFound,
     Event,
+    ExitProven,
     ExitUnproven,
     GenerationEvent,
     HousekeepingFailed,
@@ -696,6 +697,15 @@ class Job:
         self.unproven = (*self.unproven, *event.unproven)
         names = ", ".join(event.unproven)
         self.effects.append(NotifyOperator(message=f"the end of {names} could not be proven"))
+
+    def end_doubt(self, event: ExitProven) -> None:
+        """Slots in which no process is in doubt any more can be used as they are."""
+        ended = tuple(name for name in self.unproven if name in event.proven)
+        self.unproven = tuple(name for name in self.unproven if name not in event.proven)
+        self.quarantined = self.quarantined and bool(self.unproven)
+        if ended:
+            message = f"the end of {', '.join(ended)} is proven now"
+            self.effects.append(NotifyOperator(message=message))
 
     # Actions: judging
 

@@ -656,6 +656,13 @@ HOUSEKEEPING = [
         do="note_skipped_checkpoint",
     ),
     on(
+        e.ExitProven,
+        LIVE,
+        None,
+        "a proof that comes later ends the doubt",
+        do="end_doubt",
+    ),
+    on(
         e.SupervisorRestarted,
         S.PROVISIONING,
         None,

@@ -96,6 +96,7 @@ def test_a_process_that_goes_after_all_lets_the_job_go_on(
     assert daemon.exit_status(180) == 0
     tiny.must_equal(undisturbed)
     assert gone(victim)
+    assert tiny.result()["reason"] == "the last step is committed"
 
 
 @full

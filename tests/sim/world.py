@@ -75,6 +75,7 @@ class Script:
     placement_fails: list[str] = field(default_factory=list)
     start_fails: list[tuple[int, ...]] = field(default_factory=list)
     unkillable: set[tuple[int, int]] = field(default_factory=set)
+    unkillable_until: float = FOREVER
     save_fails_at: set[int] = field(default_factory=set)
     store_away: tuple[float, float] = (FOREVER, FOREVER)
     disk_unreadable: tuple[float, float] = (FOREVER, FOREVER)
@@ -135,6 +136,7 @@ class SimCluster:
         self.held: list[Snapshot] = []
         self.history: list[Record] = []
         self.reached: dict[tuple[int, int, str], Record] = {}
+        self.doubts: list[str] = []
         self._counting: set[int] = set()
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._orders: dict[int, asyncio.Queue[tuple[int, Record]]] = {}
@@ -292,7 +294,14 @@ class SimCluster:
                     stacks="a stack" if last_words else "",
                 )
             )
+        self.doubts += unproven
         return tuple(exits), tuple(unproven)
+
+    async def prove(self) -> tuple[str, ...]:
+        if asyncio.get_running_loop().time() < self.script.unkillable_until:
+            return ()
+        proven, self.doubts = tuple(self.doubts), []
+        return proven
 
     async def evidence(self, generation: int) -> dict[int, dict[str, Any]]:
         await asyncio.sleep(0.02)

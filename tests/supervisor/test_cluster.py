@@ -438,6 +438,30 @@ def test_a_node_where_a_process_cannot_be_ended_is_used_no_more_until_it_is_gone
     run(afterwards())
 
 
+def test_a_process_in_doubt_is_proven_gone_once_it_has_ended(story: Story, run: Run[Any]) -> None:
+    """The result of a job named a process that had ended an hour before the job did."""
+
+    async def doubted() -> tuple[str, ...]:
+        _, unproven = await story.cluster.kill(1, 0.3)
+        assert await story.cluster.prove() == ()
+        return unproven
+
+    async def scenario() -> int:
+        await story.cluster.place(1, 60)
+        pids = await story.cluster.start(1, story.specs(1))
+        await story.until("started", 1)
+        return pids[1]
+
+    pid = run(scenario())
+    with held(pid):
+        unproven = run(doubted())
+        assert len(unproven) == 1
+        assert f"pid {pid}" in unproven[0]
+    run(await_gone(pid))
+    assert run(story.cluster.prove()) == unproven
+    assert run(story.cluster.prove()) == ()
+
+
 def test_resources_come_back_each_time(story: Story, run: Run[Any]) -> None:
     """Removing a placement group is asynchronous: the next one found the cluster full."""
 

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from trainer import orphans
+from trainer.child import GENERATION, RUN, SLOT, machine
 from trainer.heartbeat import Beat
 from trainer.processes import is_alive, look
 from trainer.worker import RECORDS_KEPT, ResilientWorker
@@ -529,3 +530,18 @@ def test_a_slot_that_no_daemon_speaks_to_ends_its_child_and_itself(
     finally:
         worker.end(10**9, 5.0, False)
         ctypes.CDLL(None).prctl(36, 0, 0, 0, 0)
+
+
+def test_a_slot_ends_what_a_lost_slot_of_its_machine_has_left(slot: Slot) -> None:
+    """Only a probe on the node itself proves that a rank of a lost slot is gone."""
+    marks = {RUN: str(slot.run_dir), GENERATION: "1", SLOT: f"{machine()} 1 1.0"}
+    command = [sys.executable, "-c", "import time; time.sleep(600)"]
+    with subprocess.Popen(command, env={**os.environ, **marks}) as left:
+        row = look(left.pid)
+        assert row is not None
+        never = (1, 1.0)  # a slot of this pid, which had no child of its own
+        assert slot.call("probe", 2, *never, *never)["survivors"] == []
+        assert left.poll() is None  # another generation's
+        slot.call("probe", 1, *never, left.pid, row.identity.started_at)
+        assert left.wait(5) == -signal.SIGKILL
+        assert slot.call("probe", 1, *never, *never)["survivors"] == []

@@ -196,6 +196,31 @@ def test_a_doubt_about_slots_that_are_gone_does_not_touch_the_new_ones() -> None
     assert machine.job.unproven == ("pid 7 on n",)
 
 
+def test_slots_are_used_again_once_what_was_in_doubt_there_is_proven_gone() -> None:
+    """A standby that could not be ended for a while had the next recovery place all slots anew."""
+    machine = running(limits=Limits(standby="generation"))
+    machine.handle(e.FirstStepTaken(at=1.0, generation=1, step=0))
+    machine.handle(e.StandbyLost(at=2.0, generation=2, ranks=(0,), why="w"))
+    machine.handle(e.ExitUnproven(at=3.0, generation=2, unproven=("pid 7 on n",), exits=()))
+    assert machine.job.quarantined
+    (move,) = machine.handle(e.ExitProven(at=4.0, proven=("pid 7 on n", "pid 8 on n")))
+    assert not machine.job.quarantined
+    assert machine.job.unproven == ()
+    assert [type(effect).__name__ for effect in move.effects] == ["NotifyOperator"]
+
+
+def test_a_proof_for_one_process_leaves_the_doubt_about_another() -> None:
+    """Two ranks could not be ended; one of them is gone by now."""
+    machine = running(limits=Limits(standby="generation"))
+    machine.handle(e.FirstStepTaken(at=1.0, generation=1, step=0))
+    machine.handle(e.StandbyLost(at=2.0, generation=2, ranks=(0,), why="w"))
+    doubt = ("pid 7 on n", "pid 8 on n")
+    machine.handle(e.ExitUnproven(at=3.0, generation=2, unproven=doubt, exits=()))
+    machine.handle(e.ExitProven(at=4.0, proven=("pid 7 on n",)))
+    assert machine.job.quarantined
+    assert machine.job.unproven == ("pid 8 on n",)
+
+
 def test_a_cluster_lost_after_its_slots_is_the_same_incident() -> None:
     """The node of the head takes slots and head with it: one after the other, one charge."""
     machine = running()
