@@ -54,6 +54,7 @@ from supervisor.metrics import StepSums, last_row
 from supervisor.past import Past, job_after, past_of, past_on_disk, run_after
 from supervisor.performers import Performers, start_of
 from supervisor.preflight import must_be_ready
+from supervisor.recorded import log_tail, rank_log
 from supervisor.redis_address import address_of, take_password
 from supervisor.run_code import RunCode
 from supervisor.run_directory import Watch, settle
@@ -342,7 +343,7 @@ class _Assembly:
             "state": effect.state,
             "exit_status": effect.exit_status,
             "reason": effect.reason,
-            "traceback": daemon.chronicle.traceback if effect.state == State.FAILED.name else None,
+            **(await self._why_failed(effect) if effect.state == State.FAILED.name else {}),
             "step": step,
             "steps_lost": self.steps_done.beyond(step),
             "params_digest": job.result.get("params_digest"),
@@ -354,6 +355,16 @@ class _Assembly:
             "goodput": self.steps_done.goodput(self.clock() - self.started_at),
         }
         return self.result
+
+    async def _why_failed(self, effect: x.WriteResult) -> dict[str, Any]:
+        """What a person needs who has nothing but this: the error, the log's end, what to do."""
+        job = self.daemon.job
+        found = {"traceback": self.daemon.chronicle.traceback, "remedy": effect.remedy or None}
+        if job.incident is None or job.incident.generation != job.active:
+            return found  # it failed for another reason
+        log_file = rank_log(job.active, min(job.incident.ranks, default=0))
+        tail = await asyncio.to_thread(log_tail, self.run_dir / log_file)
+        return {**found, "log": log_file, "log_tail": tail}
 
     # What comes in from outside
 

@@ -424,6 +424,11 @@ def _print_result(run_dir: Path) -> None:
         _say(f"Steps that were done after it and not saved: {result['steps_lost']}")
     if result.get("traceback"):
         _say(textwrap.indent(str(result["traceback"]), "  "))
+    if result.get("log_tail"):
+        _say(f"The last lines of {result.get('log')}:")
+        _say("\n".join(f"  {line}" for line in result["log_tail"]))
+    if result.get("remedy"):
+        _say(f"To do: {result['remedy']}")
     _say(f"Files: {run_dir}")
 
 
@@ -435,7 +440,7 @@ def _log_result(run_dir: Path) -> None:
 
     if (result := read_result(run_dir)) is None:
         return
-    names = ("state", "exit_status", "reason", "step", "steps_lost", "traceback")
+    names = ("state", "exit_status", "reason", "step", "steps_lost", "traceback", "remedy")
     facts = {name: result[name] for name in names if result.get(name) is not None}
     log = structlog.get_logger()
     say = log.error if result.get("state") == "FAILED" else log.info

@@ -40,6 +40,7 @@ _PROGRESS = (
 _WORKERS_SHOWN = 8
 _LONGEST = 240  # characters of one text
 _HOST_LENGTH = 32
+_LOG_LINES = 4
 _log = structlog.get_logger()
 
 
@@ -127,7 +128,7 @@ def render(snapshot: Snapshot) -> RenderableType:
     snapshot = _printable({**snapshot, "workers": ()})
     rows = Table.grid(padding=(0, 2))
     rows.add_column(style="dim", no_wrap=True)
-    rows.add_column(ratio=1)
+    rows.add_column(ratio=1, overflow="fold")  # a path too long for a line is whole on two
     for label, content in (
         ("state", _state(snapshot)),
         ("step", _steps(snapshot)),
@@ -139,6 +140,8 @@ def render(snapshot: Snapshot) -> RenderableType:
         ("attention", _trouble(snapshot)),
         ("last event", _last_event(snapshot)),
         ("reason", Text(str(snapshot["reason"])) if snapshot.get("reason") else None),
+        ("log", _log_tail(snapshot)),
+        ("to do", Text(str(snapshot["remedy"]), "bold") if snapshot.get("remedy") else None),
     ):
         if content is not None:
             rows.add_row(label, content)
@@ -303,6 +306,15 @@ def _last_event(snapshot: Snapshot) -> Text | None:
     if event.get("why"):
         text.append(f"  {event['why']}", style="dim")
     return text
+
+
+def _log_tail(snapshot: Snapshot) -> Text | None:
+    """How the log of the culprit ends."""
+    lines = [str(line) for line in (snapshot.get("log_tail") or ())[-_LOG_LINES:]]
+    if not lines:
+        return None
+    text = "\n".join([f"{snapshot.get('log')} ends with", *lines])
+    return Text(text, style="dim", no_wrap=True, overflow="ellipsis")
 
 
 def _workers(workers: Sequence[Mapping[str, Any]]) -> RenderableType:

@@ -1,19 +1,23 @@
 """What the files of a run tell when no daemon is there to ask. Reads only; guesses nothing."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 from supervisor.metrics import last_row
+from trainer.printable import one_line
 
 JOURNAL_FILE = "journal.jsonl"
 RESULT_FILE = "result.json"
 _TYPES: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("step", "steps_lost", "generation", "exit_status"), (int,)),
     **dict.fromkeys(("loss", "held_out_loss"), (int, float)),
-    **dict.fromkeys(("state", "reason", "traceback"), (str,)),
+    **dict.fromkeys(("state", "reason", "traceback", "remedy", "log"), (str,)),
+    "log_tail": (list,),
 }
-_OF_AN_INCIDENT = ("number", "event", "cause", "ranks", "victims", "story")
+_LOG_LINES, _LOG_LINE_LENGTH, _LOG_BYTES = 12, 400, 1 << 14
+_OF_AN_INCIDENT = ("number", "event", "cause", "ranks", "victims", "story", "frame")
 
 
 def recorded_status(run_dir: Path) -> dict[str, Any] | None:
@@ -49,10 +53,27 @@ def recorded_status(run_dir: Path) -> dict[str, Any] | None:
         "held_out_loss": metrics.get("held_out_loss", result.get("held_out_loss")),
         "reason": result.get("reason"),
         "exit_status": result.get("exit_status"),
+        **{key: result.get(key) for key in ("remedy", "log", "log_tail")},
         "last_event": {"event": event.get("event"), "at": event.get("at"), "why": last.get("why")}
         if event
         else None,
     }
+
+
+def rank_log(generation: int, rank: int) -> str:
+    """Where below a run's directory a rank logs."""
+    return f"logs/generation-{generation}/rank-{rank}.log"
+
+
+def log_tail(path: Path) -> list[str]:
+    """The last lines of a log that say something; none where it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _LOG_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return []
+    return [one_line(line, _LOG_LINE_LENGTH) for line in lines if line.strip()][-_LOG_LINES:]
 
 
 def read_result(run_dir: Path) -> dict[str, Any] | None:

@@ -74,6 +74,7 @@ def snapshot(
         "loss": said.get("loss", first.loss if first else None),
         "held_out_loss": said.get("held_out_loss", first.held_out_loss if first else None),
         "reason": said.get("reason"),
+        **{key: said.get(key) for key in ("remedy", "log", "log_tail")},
         "unigram_entropy": ready.get("unigram_entropy"),
         "tokens_per_s": first.tokens_per_s if first else None,
         "step_s": step_s,
@@ -173,6 +174,7 @@ def _incident(job: Job) -> dict[str, Any] | None:
         "ranks": incident.ranks,
         "victims": incident.victims,
         "story": incident.story,
+        "frame": incident.frame or None,
         "at": incident.opened_at,
     }
 

@@ -8,6 +8,7 @@ from supervisor.display import clock
 from trainer.printable import one_line, printable
 
 _LONGEST = 160  # characters of one detail
+_TRACEBACK_LINES = 6  # of what was raised, the last ones
 
 
 def tell(record: Mapping[str, Any]) -> str | None:
@@ -21,18 +22,27 @@ def tell(record: Mapping[str, Any]) -> str | None:
         return None
     event = dict(record.get("event") or {})
     name, at = event.pop("event", "?"), event.pop("at", None)
+    traceback: list[str] = []
     if name == "slots_placed":
         event = _on_hosts(event)
+    if isinstance(error := event.get("error"), Mapping):
+        event["error"] = f"{error.get('type')}: {error.get('message')}"
+        event["raised_at"] = error.get("frame")
+        traceback = str(error.get("traceback") or "").splitlines()[-_TRACEBACK_LINES:]
     source, target = record.get("source"), record.get("target")
     states = str(source) if source == target else f"{source} → {target}"
     words = [f"{clock(at):8}  {states:<28} {name}"]
     words += [f"{key}={_short(value)}" for key, value in event.items() if _says(value)]
     lines = [" ".join(words).rstrip()]
+    lines += [f"{'':10}| {one_line(line, _LONGEST)}" for line in traceback]
     if record.get("why"):
         lines.append(f"{'':10}because {one_line(record['why'])}")
     effects = [_effect(effect) for effect in record.get("effects") or ()]
     if effects:
         lines.append(f"{'':10}then    {', '.join(effects)}")
+    for effect in record.get("effects") or ():
+        if isinstance(effect, Mapping) and effect.get("remedy"):
+            lines.append(f"{'':10}to do   {one_line(effect['remedy'])}")
     return printable("\n".join(lines))
 
 
@@ -60,5 +70,6 @@ def _effect(effect: object) -> str:
         return str(effect)
     details = dict(effect)
     name = details.pop("effect", "?")
+    details.pop("remedy", None)  # a line of its own
     inside = ", ".join(f"{key}={_short(value)}" for key, value in details.items() if _says(value))
     return f"{name}({inside})" if inside else str(name)

@@ -172,11 +172,12 @@ class ReleaseSlots(Effect):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteResult(Effect):
-    """Write result.json for schedulers and people."""
+    """Write result.json for schedulers and people; `remedy` is what one should do next."""
 
     state: str
     exit_status: int
     reason: str
+    remedy: str = ""
 
 
 def _by_name(kind: type[Effect]) -> dict[str, type[Effect]]:

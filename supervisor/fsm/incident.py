@@ -4,11 +4,17 @@ import re
 from dataclasses import dataclass
 
 from .events import (
+    CapacityMissing,
+    CheckpointFailed,
+    DeadlinePassed,
     Event,
     HeartbeatLost,
     InitializationFailed,
+    NumbersDiverged,
     ProgressStalled,
     RestoreFailed,
+    RestorePointRejected,
+    RestorePointsExhausted,
     WorkerCrashed,
     WorkerRaised,
 )
@@ -37,7 +43,10 @@ UNSTARTED = ("launch", "initialize")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Incident:
-    """One trouble, from the first word of it to the retry that is granted or refused."""
+    """One trouble, from the first word of it to the retry that is granted or refused.
+
+    `frame` is where in the user's code an exception came from, as "FILE:LINE in FUNCTION".
+    """
 
     number: int
     generation: int
@@ -52,10 +61,13 @@ class Incident:
     error: str
     pointless: bool
     primary: bool
+    frame: str = ""
 
 
 def why_of(event: Event) -> str:
     """What the event itself gives as its reason, else its name."""
+    if isinstance(event, NumbersDiverged):
+        return f"{event.why} in step {event.step}, which is batch {event.batch} of the data"
     return str(getattr(event, "why", "") or getattr(event, "error", "") or event.name)
 
 
@@ -98,6 +110,7 @@ def incident_of(event: Event, *, number: int, generation: int) -> Incident:
         error=signature,
         pointless=pointless,
         primary=bool(getattr(event, "primary", True)),
+        frame=str(error.get("frame") or ""),
     )
 
 
@@ -116,17 +129,66 @@ def story_of(event: Event) -> str:
     who = f"rank {', '.join(map(str, ranks))}" if ranks else "the job"
     phase, step = getattr(event, "phase", ""), getattr(event, "step", -1)
     where = f" in {phase}" if phase else ""
-    where += f" of step {step}" if phase and step >= 0 else ""
+    if phase and step >= 0:
+        where = f" in step {step}" if phase == "step" else f" in {phase} of step {step}"
     if isinstance(event, WorkerCrashed):
         how = f"by {event.signal}" if event.signal else f"with status {event.status}"
         detail = event.detail.rpartition("\n")[2]
         last_words = f": {detail}" if detail and event.phase in UNSTARTED else ""
         return f"{who} ended {how}{where}{last_words}"
     if isinstance(event, WorkerRaised | RestoreFailed):
-        return f"{who} raised {event.error.get('type')}: {event.error.get('message')}{where}"
+        frame = event.error.get("frame")
+        place = f" at {frame}" if frame else ""  # before the message, which may be long
+        return f"{who} raised {event.error.get('type')}{place}{where}: {event.error.get('message')}"
     if isinstance(event, InitializationFailed):
         return f"{who} did not start: {event.error}"
     if isinstance(event, HeartbeatLost | ProgressStalled):
+        is_lease = isinstance(event, HeartbeatLost)
         limit_s = event.lease_s if isinstance(event, HeartbeatLost) else event.deadline_s
-        return f"{who} silent for {event.silence_s:.1f} s of {limit_s:.1f} s{where}"
+        limit = f"{limit_s:.1f} s are {'its lease' if is_lease else 'the limit'}"
+        return f"{who} was silent for {event.silence_s:.1f} s{where}; {limit}"
     return f"{who}: {event.name.replace('_', ' ')}: {why_of(event)}"
+
+
+_AGAIN = "then give the same command again"
+_SETTING_OF = {
+    "worker": "budgets.failures_max",
+    "startup": "budgets.startup_failures_max",
+    "node": "cluster.node_failures_max",
+    "numbers": "trainer.guards.rollbacks_max",
+}
+
+
+def remedy_for(incident: Incident, *, budget: str = "") -> str:
+    """What a person should do about a job that this incident ended; `budget` is the spent one."""
+    if incident.frame and incident.pointless:
+        look = f"mend {incident.frame.partition(' in ')[0]}"
+    elif incident.ranks:
+        log = f"logs/generation-{incident.generation}/rank-{incident.ranks[0]}.log"
+        look = f"read the end of {log} and incidents/{incident.number:04d}"
+    else:
+        look = "read what led to it in `events`, and mend that"
+    more = f", or raise {_SETTING_OF[budget]}" if budget in _SETTING_OF else ""
+    return f"{look}{more}; {_AGAIN}"
+
+
+def remedy_of(event: Event) -> str:
+    """The same for an event that ends a job by itself."""
+    if isinstance(event, NumbersDiverged):
+        guard = "nonfinite" if event.value.lstrip("-") in ("nan", "inf") else "spike"
+        return (
+            f'look at that batch and at the learning rate; trainer.guards.{guard} = "skip" leaves '
+            f'such a step out, "rollback" goes back to the checkpoint before it; {_AGAIN}'
+        )
+    if isinstance(event, CapacityMissing | DeadlinePassed):
+        return (
+            "add nodes, ask for less ([cluster] workers, cpus_per_worker, gpus_per_worker), or set "
+            f"cluster.capacity_wait_s; {_AGAIN}"
+        )
+    if isinstance(event, CheckpointFailed):
+        return f"mend what the save failed of, or set job.run_dir to another place; {_AGAIN}"
+    if isinstance(event, RestorePointRejected | RestorePointsExhausted):
+        return (
+            "put a whole checkpoint back (what was set aside says why), or start over with --fresh"
+        )
+    return f"read what led to it in `events`, and mend that; {_AGAIN}"

@@ -66,7 +66,7 @@ from .events import (
     WorkersGone,
     tuples,
 )
-from .incident import UNSTARTED, Incident, incident_of, why_of
+from .incident import UNSTARTED, Incident, incident_of, remedy_for, remedy_of, why_of
 from .states import State
 
 # A stronger purpose of a drain replaces a weaker one, never the other way round.
@@ -146,6 +146,7 @@ class Job:
     stage: str = ""  # What the state waits for: every order that starts something sets it.
     stop_by: str = ""
     reason: str = ""
+    remedy: str = ""  # What a person should do about a job that has FAILED.
     exit_status: int = -1
     result: dict[str, Any] = field(default_factory=dict)
     incident: Incident | None = None
@@ -595,6 +596,7 @@ class Job:
             self.reason = f"no capacity within {self.limits.capacity_wait_s:g} s: {self.reason}"
         else:
             self.reason = why_of(event)
+        self.remedy = remedy_of(event)
 
     def _strengthen(self, purpose: str) -> bool:
         """Whether the drain takes this purpose, and with it the exit status and reason."""
@@ -784,8 +786,11 @@ class Job:
         if isinstance(event, RetryRuledOut):
             self.exit_status = EXIT_STATUSES["pointless"]
             self.reason = event.why
+            self.remedy = remedy_for(self.incident) if self.incident else ""
         else:
             story = self.incident.story if self.incident else ""
+            if self.incident:
+                self.remedy = remedy_for(self.incident, budget=event.budget)
             self.exit_status = EXIT_STATUSES["budget"]
             self.reason = f"{event.spent} of {event.limit} {event.budget} retries used; {story}"
 
@@ -799,7 +804,12 @@ class Job:
             reason += f"; could not be ended: {', '.join(self.unproven)}"
         self.effects.append(ReleaseSlots())
         self.effects.append(
-            WriteResult(state=self.state.name, exit_status=self.exit_status, reason=reason)
+            WriteResult(
+                state=self.state.name,
+                exit_status=self.exit_status,
+                reason=reason,
+                remedy=self.remedy if self.state is State.FAILED else "",
+            )
         )
 
     def _set_deadline(self, id: str, seconds: float) -> None:

@@ -84,7 +84,15 @@ def test_the_same_error_at_the_same_step_ends_the_job(job: MakeJob) -> None:
     assert [event["rule"] for event in ruled_out] == ["same_error"]
     assert "row 3 of step 5 is not what it should be" in tiny.result()["reason"]
     assert "raise ValueError" in tiny.result()["traceback"]
-    assert run(tiny, "status").returncode == 0
+    place = raised[-1]["error"]["frame"].partition(" in ")[0]
+    result = tiny.result()
+    assert "paced.py:" in place
+    assert place in result["reason"]
+    assert result["remedy"] == f"mend {place}; then give the same command again"
+    assert result["log_tail"][-1].endswith("row 3 of step 5 is not what it should be")
+    shown = "".join(run(tiny, "status").stdout.split())  # wherever its lines end
+    assert place in shown.replace("│", "")
+    assert f"raised_at={place}" in run(tiny, "events").stdout
 
 
 @full

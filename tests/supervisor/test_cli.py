@@ -238,7 +238,7 @@ def test_status_reads_the_files_when_the_daemon_is_gone(
     answer = json.loads(capsys.readouterr().out)
     assert answer["supervisor"] is None
     assert (answer["state"], answer["generation"], answer["step"]) == ("RUNNING", 4, 25)
-    assert answer["incident"] == {**incident, "at": 7.0}
+    assert answer["incident"] == {**incident, "at": 7.0, "frame": None}
     assert answer["restore_point"] == {"kind": "checkpoint", "step": 20, "verified": True}
     assert answer["loss"] == 2.5
     assert answer["last_event"]["event"] == "checkpoint_committed"

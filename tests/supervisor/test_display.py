@@ -104,6 +104,26 @@ def test_of_many_workers_those_behind_are_shown() -> None:
     assert len(text.splitlines()) < 30
 
 
+def test_a_failed_job_shows_where_it_failed_and_what_to_do() -> None:
+    """The panel of a job with an error in the user's own code named neither file nor line."""
+    text = text_of(
+        {
+            **SNAPSHOT,
+            "state": "FAILED",
+            "reason": f"rank 1 raised ValueError at /{'long/' * 30}my_task.py:12 in step 5: no",
+            "log": "logs/generation-3/rank-1.log",
+            "log_tail": [f"line {number} of the log" for number in range(12)],
+            "remedy": "mend my_task.py:12; then give the same command again",
+        }
+    )
+    unbroken = "".join(text.replace("│", "").split())
+    assert f"/{'long/' * 30}my_task.py:12" in unbroken
+    assert "logs/generation-3/rank-1.log ends with" in text
+    assert "line 11 of the log" in text
+    assert "line 2 of the log" not in text
+    assert "mend my_task.py:12; then" in text
+
+
 def test_no_text_acts_on_the_terminal_or_fills_it() -> None:
     """An exception of 12 MB with escape codes made 385 lines, some of them invisible."""
     evil = "\x1b]0;owned\x07\x1b[2J first line\nsecond\x9b31m \u202egnp " + "A" * 12_000_000

@@ -38,13 +38,19 @@ def test_only_decisions_are_told() -> None:
     assert tell({"kind": "header", "epoch": 3}) == "--- epoch 3: a daemon takes the job"
 
 
-def test_a_long_traceback_is_cut_to_one_line() -> None:
-    """One incident fits on one screen."""
-    event = {"event": "worker_raised", "at": 0, "error": {"traceback": "line\n" * 500}}
+def test_of_an_exception_its_place_and_the_last_lines_are_told() -> None:
+    """`events` cut it after 160 characters of JSON: no file, no line was left."""
+    error = {"type": "ValueError", "message": "no " * 500, "frame": "task.py:7 in f"}
+    error["traceback"] = "line\n" * 500 + "ValueError: no"
+    event = {"event": "worker_raised", "at": 0, "error": error}
     text = tell({"kind": "move", "event": event, "source": "A", "target": "A", "effects": []})
     assert text is not None
-    assert len(text) < 300
-    assert "\n" not in text
+    first, *lines = text.splitlines()
+    assert "error=ValueError: no no" in first
+    assert "raised_at=task.py:7 in f" in first
+    assert len(text) < 600
+    assert 1 < len(lines) < 8
+    assert lines[-1].strip() == "| ValueError: no"
 
 
 def test_a_name_with_escape_codes_stays_text() -> None:
@@ -74,3 +80,12 @@ def test_slots_are_told_by_the_names_of_their_hosts() -> None:
     assert "rank 0 on node-a (10.0.0.1), pid 41" in text
     assert node not in text
     assert "e" * 56 in text  # a journal of an earlier version knows no names
+
+
+def test_the_end_of_a_failed_job_says_what_to_do() -> None:
+    """Who had read why the job failed had to guess which line or setting to change."""
+    effect = {"effect": "WriteResult", "state": "FAILED", "remedy": "mend task.py:7"}
+    event = {"event": "retry_ruled_out", "at": 0}
+    text = tell({"kind": "move", "event": event, "source": "A", "target": "B", "effects": [effect]})
+    assert text is not None
+    assert text.splitlines()[-1].strip() == "to do   mend task.py:7"

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
+
 from supervisor.fsm import events as e
 from supervisor.fsm.job import Job
 from supervisor.fsm.machine import JobMachine
 from supervisor.fsm.states import State
+from supervisor.journal import read_journal
+
+TRACES = Path(__file__).parents[2] / "traces"
 
 
 def training(*, restored: bool = False) -> JobMachine:
@@ -61,3 +68,47 @@ def test_completed_has_status_0_whatever_else_fails_meanwhile() -> None:
     job = machine.job
     assert (job.state, job.exit_status) == (State.COMPLETED, 0)
     assert job.reason == "the last step is committed"
+
+
+@pytest.mark.parametrize(
+    ("trace", "words"),
+    [
+        ("an_error_before_the_first_step", ["mend task.py:7; then give the same command again"]),
+        ("a_loss_that_is_not_finite_stops_the_job", ['trainer.guards.nonfinite = "skip"']),
+        ("a_worker_that_dies_without_end", ["logs/generation-4/rank-1.log", "raise budgets.fail"]),
+        ("no_node_joins_in_time", ["cluster.capacity_wait_s"]),
+        ("no_restore_point_is_left", ["--fresh"]),
+        ("stopped_by_an_operator", []),
+        ("undisturbed", []),
+    ],
+)
+def test_a_job_that_failed_says_what_to_do_next(trace: str, words: list[str]) -> None:
+    """It was told why a job had FAILED, and not which line, guard or budget one should change."""
+    orders = [
+        effect
+        for record in read_journal(TRACES / f"{trace}.jsonl")
+        if record["kind"] == "move"
+        for effect in record["effects"]
+    ]
+    (result,) = [effect for effect in orders if effect["effect"] == "WriteResult"]
+    assert bool(result["remedy"]) is bool(words)
+    assert all(word in result["remedy"] for word in words)
+
+
+def test_numbers_that_diverge_are_told_with_their_step_and_batch() -> None:
+    """ "loss is nan" was all: nobody could look at the rows that had led to it."""
+    machine = training()
+    machine.handle(e.FirstStepTaken(at=5.0, generation=1, step=0))
+    machine.handle(
+        e.NumbersDiverged(
+            at=6.0,
+            generation=1,
+            step=33,
+            batch=35,
+            metric="loss",
+            value="nan",
+            policy="stop",
+            why="loss is nan",
+        )
+    )
+    assert machine.job.reason == "loss is nan in step 33, which is batch 35 of the data"
