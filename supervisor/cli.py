@@ -12,7 +12,6 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -461,7 +460,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.set_defaults(command=run, run=None)
     _add_settings(parser, default=True)
     _add_running(parser, default=False)
-    parser.add_argument("--version", action="version", version=f"everstep {version('everstep')}")
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version, and end")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
 
     one = _add(commands, "run", run, "run the job (the default)", "run --set trainer.steps=200")
@@ -498,6 +497,17 @@ def _parser() -> argparse.ArgumentParser:
     _add_stop(commands)
     _add_fault(commands)
     return parser
+
+
+class _Version(argparse.Action):
+    """Looks the version up only when it is asked for."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        """Print it, and end."""
+        from importlib.metadata import version
+
+        print(f"everstep {version('everstep')}")
+        parser.exit()
 
 
 def _add_stop(commands: Any) -> None:
