@@ -194,7 +194,8 @@ class _Assembly:
         self.settings, self.run_dir, self.lock, self.past = settings, run_dir, lock, past
         self.inherited = inherited
         self.run_number = run_after(past)
-        self.config_dir = config_path.resolve().parent
+        self.config_path = config_path.resolve()
+        self.config_dir = self.config_path.parent
         self.code = RunCode(settings.trainer.task, self.config_dir, run_dir, self.run_number)
         self.terminal = terminal
         self.started_at = time.time()
@@ -538,7 +539,7 @@ class _Assembly:
             await bring_down(self.daemon, self.past)
         await self._sweep_saves()
         try:
-            keep(self.run_dir, self.settings)
+            keep(self.run_dir, self.settings, self.config_path)
         except OSError as error:
             raise DiskError(f"{self.run_dir} cannot be written: {error.strerror}") from error
         self._watch(stack)

@@ -273,6 +273,8 @@ def _trouble(snapshot: Snapshot) -> Text | None:
     for row in (snapshot.get("disk") or ())[:2]:
         where = f"{row.get('what')} of rank {row.get('rank')}"
         parts.append(f"no {where} on the disk since {clock(row.get('since'))}: {row.get('why')}")
+    if snapshot.get("attention"):
+        parts.append(str(snapshot["attention"]))
     if snapshot.get("drain_warning"):
         parts.append(str(snapshot["drain_warning"]))
     if keys := snapshot.get("settings_changed"):

@@ -36,9 +36,10 @@ def digest_of(settings: Settings) -> str:
     return hashlib.sha256(json.dumps(_table(settings), sort_keys=True).encode()).hexdigest()[:16]
 
 
-def keep(run_dir: Path, settings: Settings) -> None:
-    """Write down what workers are about to be started with. Raises OSError."""
-    kept = {"digest": digest_of(settings), "settings": _table(settings)}
+def keep(run_dir: Path, settings: Settings, config_path: Path) -> None:
+    """Write down what workers are about to be started with, and by which file. Raises OSError."""
+    table = _table(settings)
+    kept = {"digest": digest_of(settings), "config": str(config_path), "settings": table}
     write_whole(run_dir / SETTINGS_FILE, json.dumps(kept, indent=2) + "\n")
 
 
@@ -64,11 +65,30 @@ def recall(run_dir: Path, digest: str, now: Settings) -> InForce:
 
 def steps_before(run_dir: Path) -> int | None:
     """Return the `trainer.steps` that the last workers were started with; None if unknown."""
+    return kept_before(run_dir).steps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """Of the settings that the last workers were started with, what a look at a run needs."""
+
+    config: str | None = None
+    steps: int | None = None
+    orphan_after_s: float = 0.0
+
+
+def kept_before(run_dir: Path) -> Kept:
+    """Read it, as far as it is known."""
     try:
         kept = json.loads((run_dir / SETTINGS_FILE).read_text(encoding="utf-8"))
-        return int(kept["settings"]["trainer"]["steps"])
+        settings = kept["settings"]
+        return Kept(
+            config=str(kept["config"]) if "config" in kept else None,
+            steps=int(settings["trainer"]["steps"]),
+            orphan_after_s=float(settings["recovery"]["orphan_after_s"]),
+        )
     except (OSError, ValueError, KeyError, TypeError):
-        return None
+        return Kept()
 
 
 def _changes(former: Settings, now: Settings) -> tuple[str, ...]:

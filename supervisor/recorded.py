@@ -2,9 +2,13 @@
 
 import json
 import os
+import shlex
 from pathlib import Path
 from typing import Any
 
+from supervisor.fsm.states import LIVE
+from supervisor.in_force import Kept, kept_before
+from supervisor.lock import is_held
 from supervisor.metrics import last_row
 from trainer.printable import one_line
 
@@ -34,19 +38,21 @@ def recorded_status(run_dir: Path) -> dict[str, Any] | None:
     event = last.get("event") or {}
     metrics = _of_known_types(last_row(run_dir) or {})
     step = result.get("step")
-    if step is None and metrics.get("step") is not None:
+    if step is not None:  # what was reached, saved or not
+        step += result.get("steps_lost") or 0
+    elif metrics.get("step") is not None:
         step = metrics["step"] + 1  # the line names the step that was done, counted from 0
-    past = _past(segment)
+    past, kept = _past(segment), kept_before(run_dir)
     return {
         "job": run_dir.name,
         "state": past["state"] or result.get("state"),
         "generation": past["generation"],
         "step": step,
-        "steps": None,
+        "steps": kept.steps,
         "workers": [],
         "standby": None,
         "restore_point": past["restore_point"],
-        "budgets": {},
+        "budgets": _budgets(segment),
         "supervisor": None,
         "incident": _incident(run_dir),
         "loss": metrics.get("loss", result.get("loss")),
@@ -54,10 +60,31 @@ def recorded_status(run_dir: Path) -> dict[str, Any] | None:
         "reason": result.get("reason"),
         "exit_status": result.get("exit_status"),
         **{key: result.get(key) for key in ("remedy", "log", "log_tail")},
+        "attention": _if_abandoned(run_dir, past["state"], kept),
         "last_event": {"event": event.get("event"), "at": event.get("at"), "why": last.get("why")}
         if event
         else None,
     }
+
+
+def _budgets(segment: list[dict[str, Any]]) -> dict[str, dict[str, int]]:
+    """None where another version's table wrote the journal."""
+    from supervisor.replay import rebuild
+
+    job = rebuild(segment)
+    return job.budgets if job is not None else {}
+
+
+def _if_abandoned(run_dir: Path, state: str, kept: Kept) -> str | None:
+    """What has become of a job whose daemon vanished, and which command goes on with it."""
+    if state not in {one.name for one in LIVE} or is_held(run_dir):
+        return None
+    command = f"python -m supervisor --config {shlex.quote(kept.config or 'FILE')}"
+    ends = f"; without one they save and end after {kept.orphan_after_s:g} s"
+    return (
+        f"its daemon vanished and its workers may train on{ends if kept.orphan_after_s else ''}. "
+        f"The command that started it goes on with them: {command}"
+    )
 
 
 def rank_log(generation: int, rank: int) -> str:

@@ -45,7 +45,7 @@ def snapshot(
     )
     # At the end the last heartbeats are behind what was reached.
     said = {key: value for key, value in {**job.result, **result}.items() if value is not None}
-    step = said.get("step", step)
+    step = said["step"] + said.get("steps_lost", 0) if "step" in said else step
     step_s = first.durations.get("step", (first.step_s or 0.0, 0.0))[0] if first else None
     return {
         "job": name,
@@ -60,7 +60,7 @@ def snapshot(
         "every_steps": {
             kind: _interval(roster, kind, every) for kind, every in every_steps.items()
         },
-        "budgets": _budgets(job),
+        "budgets": job.budgets,
         "supervisor": {"pid": os.getpid(), "epoch": epoch, "started_at": started_at},
         "incident": _incident(job),
         "purpose": job.purpose or None,
@@ -146,21 +146,6 @@ def _restore_point(job: Job) -> dict[str, Any] | None:
         return None
     verified = any(step == job.committed_step for _, step in job.verified)
     return {"kind": "checkpoint", "step": job.committed_step, "verified": verified}
-
-
-def _budgets(job: Job) -> dict[str, dict[str, int]]:
-    limits = job.limits
-    causes = {
-        "worker": limits.failures_max,
-        "startup": limits.startup_failures_max,
-        "node": limits.node_failures_max,
-        "preemption": limits.preemptions_max,  # a promised field; nothing is charged to it yet
-        "numbers": limits.rollbacks_max,
-    }
-    return {
-        cause: {"spent": len(job.spent.get(cause, ())), "limit": limit}
-        for cause, limit in causes.items()
-    }
 
 
 def _incident(job: Job) -> dict[str, Any] | None:

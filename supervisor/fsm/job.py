@@ -754,12 +754,22 @@ class Job:
         return RetryGranted(**common, **charge, spent=len(used) + 1, backoff_s=backoff_s)
 
     def _limit_of(self, cause: str) -> int:
-        return {
+        return self.budgets[cause]["limit"]
+
+    @property
+    def budgets(self) -> dict[str, dict[str, int]]:
+        """What is spent of each budget, and its limit."""
+        limits = {
             "worker": self.limits.failures_max,
             "startup": self.limits.startup_failures_max,
             "node": self.limits.node_failures_max,
+            "preemption": self.limits.preemptions_max,  # promised; nothing is charged to it yet
             "numbers": self.limits.rollbacks_max,
-        }[cause]
+        }
+        return {
+            cause: {"spent": len(self.spent.get(cause, ())), "limit": limit}
+            for cause, limit in limits.items()
+        }
 
     def _backoff_s(self, incident: int) -> float:
         """Nothing for the first failure in a row, then doubling; jitter of ±25 % by hash."""

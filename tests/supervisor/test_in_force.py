@@ -34,7 +34,7 @@ def test_the_same_settings_change_nothing(tmp_path: Path) -> None:
 def test_workers_keep_what_they_were_started_with_and_each_change_is_named(tmp_path: Path) -> None:
     """Whoever edits the file of a running job must be able to see what is not in force yet."""
     former = settings(trainer={"steps": 40}, heartbeats={"lease_s": 5.0})
-    keep(tmp_path, former)
+    keep(tmp_path, former, tmp_path / "job.toml")
     assert stat.S_IMODE((tmp_path / SETTINGS_FILE).stat().st_mode) == 0o600
     now = settings(trainer={"steps": 50}, cluster={"workers": 4})
     found = recall(tmp_path, digest_of(former), now)
@@ -45,7 +45,7 @@ def test_workers_keep_what_they_were_started_with_and_each_change_is_named(tmp_p
 def test_a_password_is_never_written_and_counts_as_it_is_now(tmp_path: Path) -> None:
     """It is rotated while the job runs; the old one opens nothing any more."""
     former = settings(heartbeats={"redis_url": SECRET})
-    keep(tmp_path, former)
+    keep(tmp_path, former, tmp_path / "job.toml")
     assert "hunter2" not in (tmp_path / SETTINGS_FILE).read_text()
     rotated = settings(heartbeats={"redis_url": SECRET.replace("hunter2", "new")})
     assert recall(tmp_path, digest_of(former), rotated).settings == rotated
@@ -69,7 +69,7 @@ def test_what_is_not_known_is_not_guessed(tmp_path: Path, text: str | None) -> N
 def test_settings_that_this_version_does_not_have_are_not_known(tmp_path: Path) -> None:
     """An upgrade may drop a key; what it meant is lost with it."""
     former = settings(trainer={"steps": 40})
-    keep(tmp_path, former)
+    keep(tmp_path, former, tmp_path / "job.toml")
     kept = json.loads((tmp_path / SETTINGS_FILE).read_text())
     kept["settings"]["trainer"]["no_such_key"] = 1
     (tmp_path / SETTINGS_FILE).write_text(json.dumps(kept))
@@ -82,7 +82,7 @@ def test_only_workers_that_train_or_are_brought_down_go_on_as_they_began(
 ) -> None:
     """Those that are just being started are started as the settings say now."""
     former, now = settings(trainer={"steps": 40}), settings(trainer={"steps": 50})
-    keep(tmp_path, former)
+    keep(tmp_path, former, tmp_path / "job.toml")
     left = Inheritance(job=Job(state=state), pending=[], settings_digest=digest_of(former))
     inherited, in_force = _agree(tmp_path, now, left)
     if state in (State.PROVISIONING, State.INITIALIZING, State.RESTORING):
