@@ -6,6 +6,7 @@ It only looks at snapshots; whatever goes wrong while drawing never reaches the 
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import structlog
@@ -17,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from supervisor.output import BackgroundStream
+from supervisor.terminal import without_echo
 from trainer.printable import one_line
 
 # What `status --json` answers (DESIGN section 10), and beside it, each missing or None if unknown:
@@ -41,6 +43,8 @@ _WORKERS_SHOWN = 8
 _LONGEST = 240  # characters of one text
 _HOST_LENGTH = 32
 _LOG_LINES = 4
+# Workers, and characters of a text, to show: the first of these that a terminal has room for.
+_SIZES = ((_WORKERS_SHOWN, _LONGEST), (4, _LONGEST), (4, 140), (2, 140), (2, 60), (0, 60))
 _log = structlog.get_logger()
 
 
@@ -83,15 +87,31 @@ class Display:
         self._stopped.set()
 
     async def _draw(self) -> None:
-        with Live(console=self._console, auto_refresh=False, transient=False) as live:
+        with ExitStack() as stack:
+            with suppress(OSError):  # of no file
+                stack.enter_context(without_echo(self._console.file.fileno()))
+            live, size = self._live(), self._console.size
+            stack.callback(lambda: live.stop())
+            live.start()
             while True:
                 ending = self._stopped.is_set()
                 # A terminal that has stopped gets the picture of the time when it goes on.
                 if ending or not self._is_behind():
-                    live.update(render(self._snapshot()), refresh=True)
+                    if self._console.size != size:
+                        # It has wrapped the lines of the last picture, whose place is not known.
+                        size = self._console.size
+                        live.update("")
+                        live.stop()
+                        self._console.clear()
+                        live = self._live()
+                        live.start()
+                    live.update(fitted(self._snapshot(), self._console), refresh=True)
                 if ending:
                     return
                 await self._pause(self._every_s)
+
+    def _live(self) -> Live:
+        return Live(console=self._console, auto_refresh=False, transient=False)
 
     def _is_behind(self) -> bool:
         file = self._console.file
@@ -122,15 +142,28 @@ def progress(snapshot: Snapshot) -> dict[str, Any]:
     return {name: snapshot[name] for name in _PROGRESS if snapshot.get(name) is not None}
 
 
-def render(snapshot: Snapshot) -> RenderableType:
+def fitted(snapshot: Snapshot, console: Console) -> RenderableType:
+    """The most that the height of a terminal has room for."""
+    panel: RenderableType = ""
+    for workers_shown, longest in _SIZES:
+        panel = render(snapshot, workers_shown=workers_shown, longest=longest)
+        if len(console.render_lines(panel, pad=False)) < console.height:
+            break
+    return panel
+
+
+def render(
+    snapshot: Snapshot, *, workers_shown: int = _WORKERS_SHOWN, longest: int = _LONGEST
+) -> RenderableType:
     """The panel for one snapshot, whatever its texts hold."""
     workers = snapshot.get("workers") or ()  # of thousands few are shown
-    snapshot = _printable({**snapshot, "workers": ()})
+    snapshot = _printable({**snapshot, "workers": ()}, longest)
     rows = Table.grid(padding=(0, 2))
     rows.add_column(style="dim", no_wrap=True)
     rows.add_column(ratio=1, overflow="fold")  # a path too long for a line is whole on two
     for label, content in (
         ("state", _state(snapshot)),
+        ("now", Text(str(snapshot["activity"])) if snapshot.get("activity") else None),
         ("step", _steps(snapshot)),
         ("training", _training(snapshot)),
         ("restore from", _restore_point(snapshot)),
@@ -147,21 +180,21 @@ def render(snapshot: Snapshot) -> RenderableType:
             rows.add_row(label, content)
     parts: list[RenderableType] = [rows]
     if workers:
-        parts += [Text(""), _workers(workers)]
-    if snapshot.get("hint"):
+        parts += [Text(""), _workers(workers, workers_shown)]
+    if snapshot.get("hint") and longest >= _LONGEST:
         parts += [Text(""), Text(str(snapshot["hint"]), style="dim")]
     title = " · ".join(str(word) for word in ("everstep", snapshot.get("job")) if word)
     return Panel(Group(*parts), title=title, title_align="left")
 
 
-def _printable(value: Any) -> Any:
+def _printable(value: Any, longest: int) -> Any:
     """The same with each text on one line, fit for a terminal; all of it is in the incident."""
     if isinstance(value, str):
-        return one_line(value, _LONGEST)
+        return one_line(value, longest)
     if isinstance(value, Mapping):
-        return {key: _printable(inner) for key, inner in value.items()}
+        return {key: _printable(inner, longest) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_printable(inner) for inner in value]
+        return [_printable(inner, longest) for inner in value]
     return value
 
 
@@ -206,7 +239,7 @@ def _training(snapshot: Snapshot) -> Text | None:
     if snapshot.get("tokens_per_s") is not None:
         parts.append(f"{snapshot['tokens_per_s']:,.0f} tokens/s")
     if snapshot.get("step_s") is not None:
-        parts.append(f"{snapshot['step_s']:.3f} s a step")
+        parts.append(f"{snapshot['step_s']:.3f} s per step")
     return Text("  ".join(parts)) if parts else None
 
 
@@ -219,7 +252,7 @@ def _restore_point(snapshot: Snapshot) -> Text | None:
         text.append(", not verified", style="yellow")
     step = snapshot.get("step")
     if isinstance(step, int) and isinstance(point.get("step"), int) and step > point["step"]:
-        text.append(f"  {step - point['step']} steps ago", style="dim")
+        text.append(f"  {_count(step - point['step'], 'step')} ago", style="dim")
     if isinstance(snapshot.get("snapshot_step"), int):
         text.append(f"; snapshot in memory of step {snapshot['snapshot_step']}")
     every = [
@@ -255,10 +288,10 @@ def _budgets(snapshot: Snapshot) -> Text | None:
     """Those of which something is spent: {"worker": {"spent": 1, "limit": 10}}; -1 is no limit."""
     parts = []
     for cause, budget in (snapshot.get("budgets") or {}).items():
-        if budget.get("spent"):
+        if spent := budget.get("spent"):
             limit = budget.get("limit", -1)
-            parts.append(f"{cause} {budget['spent']}" + (f" of {limit}" if limit != -1 else ""))
-    return Text(", ".join(parts)) if parts else None
+            parts.append(f"{cause} {spent} of {limit}" if limit != -1 else f"{cause} {spent}")
+    return Text(f"retries used: {', '.join(parts)}") if parts else None
 
 
 def _trouble(snapshot: Snapshot) -> Text | None:
@@ -295,7 +328,12 @@ def _incident(snapshot: Snapshot) -> Text | None:
         return None
     number = incident.get("number")
     words = incident.get("story") or incident.get("cause") or incident.get("event") or ""
-    return Text(f"{number}: {words}" if number is not None else str(words))
+    text = Text(f"{number}: {words}" if number is not None else str(words))
+    if incident.get("recovered_s") is not None:
+        redone = incident.get("steps_redone")
+        steps = "" if redone is None else f", {_count(redone, 'step')} redone"
+        text.append(f"  recovered in {incident['recovered_s']:.1f} s{steps}", style="green")
+    return text
 
 
 def _last_event(snapshot: Snapshot) -> Text | None:
@@ -319,13 +357,13 @@ def _log_tail(snapshot: Snapshot) -> Text | None:
     return Text(text, style="dim", no_wrap=True, overflow="ellipsis")
 
 
-def _workers(workers: Sequence[Mapping[str, Any]]) -> RenderableType:
+def _workers(workers: Sequence[Mapping[str, Any]], shown: int) -> RenderableType:
     """All workers, or of very many those that are furthest behind."""
     table = Table(box=None, padding=(0, 2), pad_edge=False, header_style="dim")
     for heading in ("rank", "phase", "step", "beat", "pid", "host"):
         table.add_column(heading, justify="left" if heading in ("phase", "host") else "right")
     behind = sorted(workers, key=lambda worker: (worker.get("step") or 0, -_age(worker)))
-    for worker in sorted(behind[:_WORKERS_SHOWN], key=lambda worker: worker.get("rank", 0)):
+    for worker in sorted(behind[:shown], key=lambda worker: worker.get("rank", 0)):
         age_s = worker.get("beat_age_s")
         table.add_row(
             str(worker.get("rank", "")),
@@ -335,14 +373,20 @@ def _workers(workers: Sequence[Mapping[str, Any]]) -> RenderableType:
             str(worker.get("pid") or "-"),
             one_line(worker.get("host") or worker.get("node") or "-", _HOST_LENGTH),
         )
-    if len(workers) <= _WORKERS_SHOWN:
+    if len(workers) <= shown:
         return table
-    rest = len(workers) - _WORKERS_SHOWN
+    rest = len(workers) - shown
+    if shown == 0:
+        return Text(f"{rest} workers: the terminal is too small for them", style="dim")
     return Group(table, Text(f"and {rest} more, none of them further behind", style="dim"))
 
 
 def _age(worker: Mapping[str, Any]) -> float:
     return float(worker.get("beat_age_s") or 0.0)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def duration(seconds: float) -> str:

@@ -54,6 +54,18 @@ class Chronicle:
         elif self._rows and self._rows[-1]["total_s"] is None:
             _advance(self._rows[-1], event)
 
+    def recovery_from(self, opened_at: float, step: int) -> dict[str, Any]:
+        """What the incident that opened then, in that step, has cost; empty while it lasts.
+
+        `recovered_s` runs to the end of the first new step; `steps_redone` is None if unknown.
+        """
+        row = self._rows[-1] if self._rows else None
+        if row is None or row["total_s"] is None or row["at"] < opened_at:
+            return {}
+        redone = max(0, step - row["resumed_step"]) if step >= 0 else None
+        recovered_s = round(row["at"] + row["total_s"] - opened_at, 3)
+        return {"recovered_s": recovered_s, "steps_redone": redone}
+
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready, for a journal that rolls over."""
         return {"rows": [dict(row) for row in self._rows], "traceback": self.traceback}

@@ -54,7 +54,7 @@ def recorded_status(run_dir: Path) -> dict[str, Any] | None:
         "restore_point": past["restore_point"],
         "budgets": _budgets(segment),
         "supervisor": None,
-        "incident": _incident(run_dir),
+        "incident": _incident(run_dir, segment),
         "loss": metrics.get("loss", result.get("loss")),
         "held_out_loss": metrics.get("held_out_loss", result.get("held_out_loss")),
         "reason": result.get("reason"),
@@ -134,8 +134,9 @@ def _segment(run_dir: Path) -> list[dict[str, Any]]:
     return last_segment(path)
 
 
-def _incident(run_dir: Path) -> dict[str, Any] | None:
+def _incident(run_dir: Path, segment: list[dict[str, Any]]) -> dict[str, Any] | None:
     """The latest incident, as the daemon would tell of it; `error` where its file is damaged."""
+    from supervisor.history import Chronicle
     from supervisor.incidents import latest
 
     found = latest(run_dir)
@@ -143,6 +144,8 @@ def _incident(run_dir: Path) -> dict[str, Any] | None:
         return None
     told = {key: found.get(key) for key in _OF_AN_INCIDENT}
     told["at"] = found.get("opened_at")
+    if isinstance(told["at"], float) and isinstance(found.get("step"), int):
+        told |= Chronicle.of(segment).recovery_from(told["at"], found["step"])
     if "error" in found and "event" not in found:
         told["story"] = found["error"]
     return told
@@ -156,4 +159,5 @@ def _past(segment: list[dict[str, Any]]) -> dict[str, Any]:
     if past.committed_step >= 0:
         verified = any(step == past.committed_step for _, step in past.verified)
         point = {"kind": "checkpoint", "step": past.committed_step, "verified": verified}
-    return {"state": past.state, "generation": past.generation, "restore_point": point}
+    generation = past.active or past.generation  # of which the last may be a standby's
+    return {"state": past.state, "generation": generation, "restore_point": point}

@@ -7,9 +7,22 @@ from typing import Any
 
 from supervisor.daemon import Daemon
 from supervisor.fsm.job import Job
+from supervisor.fsm.states import State
 from supervisor.workers import Roster
 from trainer.heartbeat import BeatMessage
 
+_STARTING = {
+    "launch": "the workers start: Python and JAX are imported",
+    "initialize": "the workers join each other",
+    "compile": "the step is compiled, or a stored program loaded",
+    "restore": "the workers load the state",
+}
+_DRAINING = {
+    "last_call": "waiting a moment for the cause",
+    "saving": "a last checkpoint is written",
+    "evidence": "stacks and log tails are collected",
+    "killing": "the workers are ended, and their end is proven",
+}
 HINT = "to see a recovery, in another terminal: python -m supervisor fault --rank 1 --kind kill"
 
 
@@ -46,7 +59,8 @@ def snapshot(
     # At the end the last heartbeats are behind what was reached.
     said = {key: value for key, value in {**job.result, **result}.items() if value is not None}
     step = said["step"] + said.get("steps_lost", 0) if "step" in said else step
-    step_s = first.durations.get("step", (first.step_s or 0.0, 0.0))[0] if first else None
+    # Before the first step a heartbeat holds zeros: nothing is known yet.
+    step_s = first.durations.get("step", (first.step_s, 0.0))[0] or None if first else None
     return {
         "job": name,
         "state": job.state.name,
@@ -62,7 +76,8 @@ def snapshot(
         },
         "budgets": job.budgets,
         "supervisor": {"pid": os.getpid(), "epoch": epoch, "started_at": started_at},
-        "incident": _incident(job),
+        "incident": _incident(daemon),
+        "activity": activity(daemon),
         "purpose": job.purpose or None,
         "heartbeat_store_lost_since": job.blind_since,
         "journal_lost_since": daemon.journal_lost_since,
@@ -76,7 +91,7 @@ def snapshot(
         "reason": said.get("reason"),
         **{key: said.get(key) for key in ("remedy", "log", "log_tail")},
         "unigram_entropy": ready.get("unigram_entropy"),
-        "tokens_per_s": first.tokens_per_s if first else None,
+        "tokens_per_s": first.tokens_per_s or None if first else None,
         "step_s": step_s,
         "time_left_s": round(max(0, steps - step) * step_s, 1) if step_s else None,
         "last_event": _last_event(daemon),
@@ -84,6 +99,25 @@ def snapshot(
         "retry_in_s": daemon.timers.left_s("backoff"),
         "hint": HINT if drills and job.state.name == "RUNNING" and not job.incidents else None,
     }
+
+
+def activity(daemon: Daemon) -> str | None:
+    """What is being done while no step is, and how long a first start usually takes."""
+    job, workers = daemon.job, daemon.performers.workers
+    if job.stage == "capacity":
+        return f"waiting for nodes: {job.reason}"
+    if job.state is State.DRAINING:
+        return _DRAINING.get(job.stage)
+    if job.state is State.PROVISIONING:
+        doing = f"Ray starts, and places {workers} slots"
+    elif job.stage == "starting":
+        roster = daemon.performers.rosters.get(job.active)
+        phases = set(roster.phases.values()) if roster else {"launch"}
+        doing = next((said for phase, said in _STARTING.items() if phase in phases), "")
+    else:
+        return None
+    usual = "" if job.stepped or job.active > 1 else "; a first start usually takes 15 to 30 s"
+    return f"{doing}{usual}" if doing else None
 
 
 def _interval(roster: Roster | None, kind: str, every: int | str) -> int | str:
@@ -132,7 +166,7 @@ def _workers(daemon: Daemon, beats: Mapping[tuple[int, int], BeatMessage]) -> li
                 "host": slot.host if slot else None,
                 "address": slot.address if slot else None,
                 "phase": beat.phase if beat else roster.phases[rank],
-                "step": beat.step if beat else None,
+                "step": beat.step if beat and beat.step >= 0 else None,
                 "beat_age_s": _rounded(view.beat_age_s) if view else None,
                 "memory_mb": _megabytes(stepped.get("rss_bytes")),
                 "device_memory_mb": _megabytes(stepped.get("device_bytes")),
@@ -148,10 +182,10 @@ def _restore_point(job: Job) -> dict[str, Any] | None:
     return {"kind": "checkpoint", "step": job.committed_step, "verified": verified}
 
 
-def _incident(job: Job) -> dict[str, Any] | None:
-    if job.incident is None:
+def _incident(daemon: Daemon) -> dict[str, Any] | None:
+    incident = daemon.job.incident
+    if incident is None:
         return None
-    incident = job.incident
     return {
         "number": incident.number,
         "event": incident.event,
@@ -161,6 +195,7 @@ def _incident(job: Job) -> dict[str, Any] | None:
         "story": incident.story,
         "frame": incident.frame or None,
         "at": incident.opened_at,
+        **daemon.chronicle.recovery_from(incident.opened_at, incident.step),
     }
 
 

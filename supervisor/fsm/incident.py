@@ -143,10 +143,11 @@ def story_of(event: Event) -> str:
     if isinstance(event, InitializationFailed):
         return f"{who} did not start: {event.error}"
     if isinstance(event, HeartbeatLost | ProgressStalled):
-        is_lease = isinstance(event, HeartbeatLost)
-        limit_s = event.lease_s if isinstance(event, HeartbeatLost) else event.deadline_s
-        limit = f"{limit_s:.1f} s are {'its lease' if is_lease else 'the limit'}"
-        return f"{who} was silent for {event.silence_s:.1f} s{where}; {limit}"
+        if isinstance(event, HeartbeatLost):
+            limit = f"its lease is {event.lease_s:.2f} s"
+        else:
+            limit = f"the limit is {event.deadline_s:.2f} s"
+        return f"{who} was silent for {event.silence_s:.2f} s{where}; {limit}"
     return f"{who}: {event.name.replace('_', ' ')}: {why_of(event)}"
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 from structlog.testing import capture_logs
 
-from supervisor.display import Display, duration, render
+from supervisor.display import Display, duration, fitted, render
 
 SNAPSHOT: dict[str, Any] = {
     "job": "first",
@@ -142,6 +142,60 @@ def test_no_text_acts_on_the_terminal_or_fills_it() -> None:
     assert "first line second" in text
     assert "host\\x1b[8m" in text
     assert len(text.splitlines()) < 45
+
+
+def test_an_incident_that_is_over_shows_what_it_cost() -> None:
+    """It stayed on the screen as if it lasted; what people ask is how long, and what was lost."""
+    incident = {"number": 1, "story": "rank 1 ended by SIGKILL", "recovered_s": 0.31}
+    text = text_of({**SNAPSHOT, "incident": {**incident, "steps_redone": 1}})
+    assert "rank 1 ended by SIGKILL  recovered in 0.3 s, 1 step redone" in text
+    text = text_of({**SNAPSHOT, "incident": {**incident, "steps_redone": None}})
+    assert "recovered in 0.3 s" in text
+    assert "redone" not in text
+
+
+def test_the_panel_fits_into_80_by_24_and_less_whatever_it_holds() -> None:
+    """Its lower border and the workers were cut off where texts were long."""
+    wordy = "an event with much to say " * 20
+    workers = [{"rank": rank, "step": 9, "phase": "step", "pid": 7} for rank in range(9)]
+    snapshot = {
+        **SNAPSHOT,
+        "workers": workers,
+        "incident": {"number": 1, "story": wordy},
+        "last_event": {"event": "worker_raised", "at": 1.0, "why": wordy},
+        "attention": wordy,
+        "standby": {"generation": 4, "ready": True, "memory_mb": 744.0, "start_s": 4.4},
+        "activity": "the workers join each other",
+    }
+    for width, height in ((80, 24), (60, 22), (120, 40)):
+        console = Console(file=io.StringIO(), width=width, height=height)
+        console.print(fitted(snapshot, console))
+        assert isinstance(console.file, io.StringIO)
+        lines = console.file.getvalue().splitlines()
+        assert len(lines) < height
+        assert lines[0].startswith("╭")
+        assert lines[-1].startswith("╰")
+        assert any("120 of 600" in line for line in lines)
+
+
+def test_after_a_resize_the_screen_is_drawn_anew() -> None:
+    """A terminal wraps the lines of the old picture: the new one was drawn into its middle."""
+    console = Console(file=io.StringIO(), width=110, height=40, force_terminal=True)
+
+    async def story() -> None:
+        display = Display(lambda: SNAPSHOT, terminal=True, console=console, every_s=0.01)
+        task = asyncio.create_task(display.run())
+        await asyncio.sleep(0.05)
+        assert isinstance(console.file, io.StringIO)
+        assert "\x1b[2J" not in console.file.getvalue()
+        console.width = 70
+        await asyncio.sleep(0.05)
+        display.stop()
+        await asyncio.wait_for(task, 5)
+
+    asyncio.run(story())
+    assert isinstance(console.file, io.StringIO)
+    assert console.file.getvalue().count("\x1b[2J\x1b[H") == 1
 
 
 def test_on_a_terminal_the_last_picture_stays() -> None:
