@@ -254,6 +254,7 @@ class Saver:
             for piece in pieces
         ]
         try:
+            path.parent.parent.mkdir(exist_ok=True)  # `_write` makes the two folders below it
             _write(own, values, {**meta, "pieces": described})
             _flush_tree(own)
             read = _read_state(own, values)

@@ -17,6 +17,7 @@ import pytest
 
 from trainer import checkpoint
 from trainer.checkpoint import CheckpointRejected, Committed, SaveFailed, Saver
+from trainer.pieces import Piece
 from trainer.task import TaskError
 
 
@@ -333,3 +334,19 @@ def test_a_save_that_does_not_go_on_is_given_up(
     assert ticks == []
     over.set()
     outcomes.wait(1)
+
+
+def test_the_first_checkpoint_in_parts_makes_its_folders(tmp_path: Path) -> None:
+    """A job whose state is divided over its ranks could not save at all in a new run directory."""
+    outcomes: list[Committed | SaveFailed] = []
+    savers = [Saver(tmp_path, 1, outcomes.append, part=rank, parts=2) for rank in range(2)]
+    for rank in (1, 0):  # not at once: Orbax takes two in one process for one
+        rows = np.full((1, 3), rank, np.float32)
+        piece = Piece(name="w", shape=(2, 3), index=((rank, rank + 1), (0, 3)), values=rows)
+        savers[rank].save(5, [piece], meta(5))
+        assert savers[rank].wait()
+    assert [type(outcome) for outcome in outcomes] == [Committed]
+    host, _ = checkpoint.load(
+        tmp_path / "checkpoints/generation-1/5", {"w": np.zeros((2, 3), "f4")}
+    )
+    assert host["w"].tolist() == [[0, 0, 0], [1, 1, 1]]
