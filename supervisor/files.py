@@ -5,11 +5,15 @@ It decides nothing: what to keep, quarantine or write is said by the effects.
 
 import asyncio
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from supervisor import incidents, restore_points
+from supervisor.errors import DiskError
 from supervisor.restore_points import RestorePoint
 from trainer.whole import write_whole
 
@@ -30,6 +34,32 @@ class RunFiles:
     async def flaw(self, generation: int, step: int) -> str:
         """Why a checkpoint is no restore point. Raises OSError."""
         return await asyncio.to_thread(restore_points.flaw, self.run_dir, generation, step)
+
+    async def keep_snapshot(self, generation: int, step: int) -> str:
+        """Have a process of its own do it: it needs JAX, which the daemon must not load.
+
+        It ends with the daemon, or when this is cancelled. Raises OSError, DiskError.
+        """
+        module = [sys.executable, "-P", "-m", "trainer.keep"]
+        process = await asyncio.create_subprocess_exec(
+            *module,
+            *(str(self.run_dir), str(generation), str(step)),
+            env={**os.environ, "JAX_PLATFORMS": "cpu"},
+            start_new_session=True,  # a Ctrl-C at the terminal is the daemon's to judge
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        try:
+            said, wrong = await process.communicate()
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+        if process.returncode != 0:
+            lines = wrong.decode(errors="replace").strip().splitlines() or ["no word"]
+            raise DiskError(f"the snapshot of step {step} could not be written: {lines[-1]}")
+        return said.decode().strip()
 
     async def quarantine(self, path: str, why: str) -> None:
         """Move a restore point to where nothing picks it again; fine if it is gone already."""

@@ -86,6 +86,9 @@ def past_of(records: Iterable[Record]) -> Past:
                     if effect["effect"] == "PruneCheckpoints":
                         kept = (*effect.get("spared", ()), *effect["verified"])
                         verified = dict.fromkeys(_pairs(kept))
+            elif event["event"] == "snapshot_kept":
+                committed_step = max(committed_step, event["step"])
+                verified[(event["saved_by"], event["step"])] = None
             elif event["event"] == "checkpoint_skipped":
                 verified.pop((event["saved_by"], event["step"]), None)
             elif event["event"] == "restore_point_selected" and event["kind"] != "seed":

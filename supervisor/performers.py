@@ -50,6 +50,7 @@ _CALLED_OFF = (
     x.PrepareStandby,
     x.SaveWorkers,
     x.SelectRestorePoint,
+    x.KeepSnapshot,
 )
 
 
@@ -83,6 +84,13 @@ class Disk(Protocol):
 
     async def flaw(self, generation: int, step: int) -> str:
         """Why a checkpoint is no restore point. Raises OSError."""
+        ...
+
+    async def keep_snapshot(self, generation: int, step: int) -> str:
+        """Write a snapshot of this machine to the disk as a checkpoint, verified; its path.
+
+        Raises OSError, DiskError.
+        """
         ...
 
     async def quarantine(self, path: str, why: str) -> None:
@@ -300,6 +308,8 @@ class Performers:
             case x.CollectEvidence(generation=generation):
                 ranks = tuple(range(self.workers))
                 return e.EvidenceCollected(at=at, generation=generation, missing=ranks)
+            case x.KeepSnapshot(generation=generation):
+                return e.SnapshotNotKept(at=at, generation=generation, error=error)
             case x.KillWorkers(generation=generation):
                 return e.ExitUnproven(at=at, generation=generation, unproven=(error,), exits=())
         return e.HousekeepingFailed(at=at, action=type(effect).__name__, error=error)
@@ -314,6 +324,8 @@ class Performers:
                 else:
                     await self.disk.quarantine(effect.path, effect.why)
                 return e.RestorePointQuarantined(at=self.clock(), path=effect.path)
+            case x.KeepSnapshot():
+                return await self._keep_snapshot(effect)
             case x.PlaceSlots():
                 return await self._place_slots(effect)
             case x.PreloadStandby():
@@ -401,6 +413,39 @@ class Performers:
         if effect.step_max >= 0:
             why += f" of step {effect.step_max} or before, to which the job has to go back"
         return e.RestorePointsExhausted(**common, why=why)
+
+    async def _keep_snapshot(self, effect: x.KeepSnapshot) -> e.Event:
+        began = asyncio.get_running_loop().time()
+        common: dict[str, Any] = {"generation": effect.generation}
+        rejected = set(effect.rejected)
+        newest = max(
+            (
+                point
+                for point in await self.cluster.snapshots()
+                if effect.above < point.step
+                and point.generation <= effect.generation
+                and _key("snapshot", point) not in rejected
+            ),
+            key=lambda point: (point.step, point.generation),
+            default=None,
+        )
+        if newest is None:
+            return e.SnapshotNotKept(at=self.clock(), **common, error="")
+        try:
+            async with asyncio.timeout(self.drain_s):
+                path = await self.disk.keep_snapshot(newest.generation, newest.step)
+        except TimeoutError:
+            error = f"step {newest.step} was not written within drain_s = {self.drain_s:g} s"
+            return e.SnapshotNotKept(at=self.clock(), **common, error=error)
+        took_s = round(asyncio.get_running_loop().time() - began, 3)
+        return e.SnapshotKept(
+            at=self.clock(),
+            **common,
+            saved_by=newest.generation,
+            step=newest.step,
+            path=path,
+            duration_s=took_s,
+        )
 
     async def _report_skipped(
         self, effect: x.SelectRestorePoint, points: Sequence[RestorePoint]

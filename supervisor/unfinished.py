@@ -17,6 +17,7 @@ _ENDED_BY: Mapping[type[x.Effect], tuple[str, ...]] = {
         "restore_points_exhausted",
         "restore_points_unreadable",
     ),
+    x.KeepSnapshot: ("snapshot_kept", "snapshot_not_kept"),
     x.QuarantineRestorePoint: ("restore_point_quarantined",),
     x.PlaceSlots: ("slots_placed", "placement_timed_out", "placement_failed"),
     x.StartWorkers: ("workers_started", "initialization_failed"),

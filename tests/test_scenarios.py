@@ -76,6 +76,14 @@ def trained(sim: Sim, batches: dict[int, int]) -> None:
     assert {step: sim.cluster.trained[step] for step in batches} == batches
 
 
+def kept(sim: Sim, step: int) -> None:
+    """The newest step that the disk holds, for the next run."""
+    assert max(point.step for point in sim.disk.points) == step
+    past = past_of(sim.records)
+    assert past.committed_step == step
+    assert max(saved for _, saved in past.verified) == step
+
+
 def doubted(sim: Sim, *names: str) -> None:
     """Whose end the result says could not be proven."""
     assert sim.daemon.job.unproven == names
@@ -340,6 +348,38 @@ SCENARIOS = {
         states=[*START, "DRAINING", "RESTORING", *START, *END],
         events=["exit_unproven", "slots_placed", "training_completed", "exit_proven"],
         check=lambda sim: doubted(sim),
+    ),
+    "the_newest_snapshot_outlives_a_job_that_fails": Scenario(
+        faulty(Fault(kind="kill", step=25), snapshot_every=1),
+        status=3,
+        limits=Limits(failures_max=0),
+        states=FAILED,
+        events=["workers_gone", "retry_budget_exhausted", "snapshot_kept"],
+        check=lambda sim: kept(sim, 25),
+    ),
+    "a_job_fails_and_its_snapshot_cannot_be_written": Scenario(
+        faulty(Fault(kind="kill", step=25), snapshot_every=1, keep_fails=True),
+        status=3,
+        limits=Limits(failures_max=0),
+        states=FAILED,
+        events=["retry_budget_exhausted", "snapshot_not_kept"],
+        check=lambda sim: kept(sim, 20),
+    ),
+    "a_job_fails_and_its_snapshot_takes_too_long": Scenario(
+        faulty(Fault(kind="kill", step=25), snapshot_every=1, keep_s=600.0),
+        status=3,
+        limits=Limits(failures_max=0, drain_s=30.0),
+        states=FAILED,
+        events=["retry_budget_exhausted", "snapshot_not_kept"],
+        check=lambda sim: (kept(sim, 20), sim.virtual_s < 60 or pytest.fail("it waited")),
+    ),
+    "a_second_signal_waits_for_no_snapshot": Scenario(
+        faulty(Fault(kind="kill", step=25), snapshot_every=1, keep_s=25.0),
+        status=3,
+        limits=Limits(failures_max=0),
+        meddle={14.0: stop(by="signal"), 16.0: stop(now=True, by="signal")},
+        states=FAILED,
+        check=lambda sim: (kept(sim, 20), sim.virtual_s < 20 or pytest.fail("it waited")),
     ),
     "stopped_by_an_operator": Scenario(
         Script(),

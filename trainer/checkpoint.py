@@ -242,24 +242,8 @@ class Saver:
         path = directory_of(self._job_dir, self._generation, step)
         own = path / _part_name(self._part, self._parts)
         self._attempts[step] += 1
-        values = {piece.key: piece.values for piece in pieces}
-        described = [
-            {
-                "key": piece.key,
-                "name": piece.name,
-                "form": piece.form,
-                "index": piece.index,
-                "sha256": _sha256(piece.values),
-            }
-            for piece in pieces
-        ]
         try:
-            path.parent.parent.mkdir(exist_ok=True)  # `_write` makes the two folders below it
-            _write(own, values, {**meta, "pieces": described})
-            _flush_tree(own)
-            read = _read_state(own, values)
-            if any(_sha256(read[one["key"]]) != one["sha256"] for one in described):
-                raise OSError(f"{own} does not read back as it was written")
+            _write_pieces(own, pieces, meta)
             _mark(own.with_suffix(VERIFIED))
             if self._part > 0:
                 return None
@@ -291,6 +275,45 @@ class Saver:
     def _failed(self, part: Path, step: int) -> Path:
         """The mark of this attempt: those of earlier ones, which all ranks made, say nothing."""
         return part.with_suffix(f"{FAILED}-{self._attempts[step]}")
+
+
+def commit(job_dir: Path, generation: int, step: int, pieces: list[Piece], meta: Meta) -> Path:
+    """Write a whole state without knowing its tree, read it back, and finish it; its path.
+
+    One that is finished stays as it is. Raises what Orbax and the disk raise, with nothing left.
+    """
+    path = directory_of(job_dir, generation, step)
+    if (path / FINISHED_MARK).is_file():
+        return path
+    _discard(path)  # what a process that was killed has left
+    try:
+        _write_pieces(path / _part_name(0, 1), pieces, meta)
+        _mark(path / FINISHED_MARK)
+    except BaseException:
+        _discard(path)
+        raise
+    return path
+
+
+def _write_pieces(own: Path, pieces: list[Piece], meta: Meta) -> None:
+    """Raises OSError if what is on the disk is not what was written."""
+    values = {piece.key: piece.values for piece in pieces}
+    described = [
+        {
+            "key": piece.key,
+            "name": piece.name,
+            "form": piece.form,
+            "index": piece.index,
+            "sha256": _sha256(piece.values),
+        }
+        for piece in pieces
+    ]
+    own.parents[2].mkdir(exist_ok=True)  # `checkpoints`, one above what `_write` makes
+    _write(own, values, {**meta, "pieces": described})
+    _flush_tree(own)
+    read = _read_state(own, values)
+    if any(_sha256(read[one["key"]]) != one["sha256"] for one in described):
+        raise OSError(f"{own} does not read back as it was written")
 
 
 def _size_of(content: Host | list[Piece]) -> int:

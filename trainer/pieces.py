@@ -5,7 +5,7 @@ Snapshots and checkpoints keep pieces, and put the pieces together that another 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,6 +62,13 @@ class Assembly:
             if _overlap(piece.index, index) == index:
                 return np.asarray(piece.values)[_slices(index, piece.index)]
         return self._gather(name, index)
+
+    def leaves(self) -> Iterator[Piece]:
+        """Each leaf in whole. Raises `NotHeld`."""
+        for name, pieces in self._pieces.items():
+            shape = pieces[0].shape
+            values = self.read(name, whole(shape))
+            yield Piece(name=name, shape=shape, index=whole(shape), values=values)
 
     def _gather(self, name: str, index: Index) -> NDArray[Any]:
         held = self._pieces.get(name, [])

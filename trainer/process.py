@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import faulthandler
 import functools
 import json
@@ -33,7 +32,7 @@ from trainer import heartbeat
 from trainer.drills import Drills, Fault, FaultError
 from trainer.heartbeat import Beat, BeatSender
 from trainer.lines import ERROR_SUFFIX, Tolerant, tolerant_text
-from trainer.processes import raise_file_limit
+from trainer.processes import die_with_parent, raise_file_limit
 from trainer.spec import RestorePoint, SpecError, WorkerSpec, read_skips
 
 log = structlog.get_logger()
@@ -48,7 +47,6 @@ RETRACE_AFTER_S = 5.0
 """How long a standby is left alone before it traces its program again, for comparison."""
 
 _STARTED = time.monotonic()
-_PR_SET_PDEATHSIG = 1
 _START_PHASES = frozenset({"initialize", "compile", "restore"})
 
 
@@ -757,10 +755,7 @@ def _log_plainly() -> None:
 
 
 def _die_with_parent() -> None:
-    parent = os.getppid()
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
+    die_with_parent()
     if os.getsid(0) != os.getpid() and os.getpgid(0) != os.getpid():
         os.setsid()
 

@@ -3,6 +3,7 @@
 Nothing here goes by a process's name, and nothing here knows of Ray, JAX or jobs.
 """
 
+import ctypes
 import os
 import resource
 import select
@@ -15,6 +16,7 @@ from pathlib import Path
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _LISTS_CHILDREN = Path("/proc/thread-self/children").exists()
+_PR_SET_PDEATHSIG = 1
 FILES_ENOUGH = 1 << 20  # some programs look at every number up to the limit
 _SIGNAL_NAMES = {one.value: one.name for one in signal.Signals}
 
@@ -169,6 +171,14 @@ def await_end(identities: Iterable[Identity], timeout_s: float) -> tuple[Identit
         _await_one(next(iter(left)), min(0.05, deadline - time.monotonic()))
         left = {one for one in left if is_alive(one)}
     return tuple(sorted(left, key=lambda one: one.pid))
+
+
+def die_with_parent() -> None:
+    """Have the kernel end this process with the thread that started it."""
+    parent = os.getppid()
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def raise_file_limit() -> None:

@@ -42,6 +42,18 @@ class SelectRestorePoint(Effect):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KeepSnapshot(Effect):
+    """Write the newest snapshot above a step to the disk as a checkpoint, in bounded time.
+
+    `rejected` is that of `SelectRestorePoint`.
+    """
+
+    generation: int
+    above: int
+    rejected: tuple[tuple[str, int, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class QuarantineRestorePoint(Effect):
     """Move a rejected restore point to where nothing picks it again."""
 

@@ -487,6 +487,23 @@ class LastSaveFailed(GenerationEvent):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotKept(GenerationEvent):
+    """The newest snapshot is a checkpoint now: that of `step`, taken by generation `saved_by`."""
+
+    saved_by: int
+    step: int
+    path: str
+    duration_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotNotKept(GenerationEvent):
+    """No snapshot became a checkpoint; `error` is empty if none is newer than what is committed."""
+
+    error: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EvidenceCollected(GenerationEvent):
     """Stacks and log tails lie in the incident's folder; `missing` ranks did not answer."""
 

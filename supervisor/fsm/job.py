@@ -12,6 +12,7 @@ from typing import Any, Self
 from .effects import (
     CollectEvidence,
     Effect,
+    KeepSnapshot,
     KillWorkers,
     NotifyOperator,
     PlaceSlots,
@@ -56,6 +57,8 @@ from .events import (
     SlotLost,
     SlotsPlaced,
     SnapshotFailed,
+    SnapshotKept,
+    SnapshotNotKept,
     StandbyDisabled,
     StandbyLost,
     StandbyReady,
@@ -294,6 +297,17 @@ class Job:
 
     def stop_prevails(self, event: StopRequested) -> bool:
         return self.purpose == "recover"
+
+    def holds_newer_state(self, event: Event) -> bool:
+        """What went wrong with the numbers themselves must not be where the next run starts."""
+        numbers = self.incident is not None and self.incident.cause == "numbers"
+        return self.stepped and self.step_max < 0 and not numbers
+
+    def is_keeping(self, event: Event) -> bool:
+        return self.stage == "keeping"
+
+    def hurries(self, event: StopRequested) -> bool:
+        return event.now
 
     def drains_to_complete(self, event: Event) -> bool:
         return self.purpose == "complete"
@@ -668,6 +682,24 @@ class Job:
         self.stage = "killing"
         incident = self.incident.number if self.incident and self.purpose == "recover" else 0
         self.effects.append(KillWorkers(generation=self.active, incident=incident))
+
+    def keep_snapshot(self, event: Event) -> None:
+        """The slots, and what is in their memory, are given back when the job has failed."""
+        self.purpose, self.stage = "fail", "keeping"
+        self.effects.append(
+            KeepSnapshot(generation=self.active, above=self.committed_step, rejected=self.rejected)
+        )
+
+    def note_kept_snapshot(self, event: SnapshotKept) -> None:
+        self.committed_step = event.step
+        self.verified = (*self.verified, (event.saved_by, event.step))
+        message = f"the snapshot of step {event.step} is on the disk: the next run starts there"
+        self.effects.append(NotifyOperator(message=message))
+
+    def note_unkept_snapshot(self, event: SnapshotNotKept) -> None:
+        if event.error:
+            message = f"the newest snapshot is lost with the job: {event.error}"
+            self.effects.append(NotifyOperator(message=message))
 
     def quarantine_restore_point(self, event: RestorePointRejected) -> None:
         self.stage = "quarantine"

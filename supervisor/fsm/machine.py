@@ -53,7 +53,9 @@ _OUTCOMES: dict[type[Event], tuple[frozenset[State], frozenset[str]]] = {
         (SlotsPlaced, CapacityMissing, CapacityFound, PlacementTimedOut, PlacementFailed),
         (frozenset({State.PROVISIONING}), frozenset({"placing", "capacity"})),
     ),
-    **dict.fromkeys((WorkersGone, ExitUnproven), (frozenset(LIVE), frozenset({"killing"}))),
+    **dict.fromkeys(
+        (WorkersGone, ExitUnproven), (frozenset(LIVE), frozenset({"killing", "keeping"}))
+    ),
 }
 
 

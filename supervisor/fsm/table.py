@@ -361,7 +361,16 @@ FAILURES = [
     ),
 ]
 
+KEPT_FIRST = "the newest state is in memory only: it goes to the disk for the next run"
 DRAINING = [
+    on(
+        e.StopRequested,
+        S.DRAINING,
+        S.FAILED,
+        "no time to write the newest snapshot to the disk",
+        when="is_keeping hurries",
+        do="finish",
+    ),
     *[
         on(
             event,
@@ -475,6 +484,7 @@ DRAINING = [
         row
         for event, more in ((e.WorkersGone, ""), (e.ExitUnproven, "quarantine_slots "))
         for row in (
+            on(event, S.DRAINING, None, "said twice", when="is_keeping"),
             on(
                 event,
                 S.DRAINING,
@@ -482,6 +492,14 @@ DRAINING = [
                 "all is committed and the workers are gone",
                 when="drains_to_complete",
                 do=f"{more}finish",
+            ),
+            on(
+                event,
+                S.DRAINING,
+                None,
+                KEPT_FIRST,
+                when="drains_to_fail holds_newer_state",
+                do=f"{more}keep_snapshot",
             ),
             on(
                 event,
@@ -542,6 +560,42 @@ DRAINING = [
         "the next generation may start",
         do="advance_generation back_off",
     ),
+    *[
+        on(
+            event,
+            S.DRAINING,
+            None,
+            KEPT_FIRST,
+            when="holds_newer_state",
+            do="give_up keep_snapshot",
+        )
+        for event in (e.RetryBudgetExhausted, e.RetryRuledOut)
+    ],
+    *[
+        row
+        for event, note in (
+            (e.SnapshotKept, "note_kept_snapshot"),
+            (e.SnapshotNotKept, "note_unkept_snapshot"),
+        )
+        for row in (
+            on(
+                event,
+                S.DRAINING,
+                S.COMPLETED,
+                "all was committed after all",
+                when="is_keeping drains_to_complete",
+                do="finish",
+            ),
+            on(
+                event,
+                S.DRAINING,
+                S.FAILED,
+                "no retry can help; the next run starts from what is on the disk",
+                when="is_keeping",
+                do=f"{note} finish",
+            ),
+        )
+    ],
     on(e.RetryBudgetExhausted, S.DRAINING, S.FAILED, "the budget is spent", do="give_up finish"),
     on(e.RetryRuledOut, S.DRAINING, S.FAILED, "no retry can help", do="give_up finish"),
 ]
@@ -814,6 +868,8 @@ IGNORED = [
     *ignore([e.StandbyReady, e.StandbyLost], LIVE, "it is no standby any more"),
     *ignore([e.WorkersSaved, e.LastSaveFailed], SETTLED, "no last save was asked for"),
     *ignore([e.WorkersSaved, e.LastSaveFailed], S.DRAINING, "the drain no longer waits for it"),
+    *ignore([e.SnapshotKept, e.SnapshotNotKept], SETTLED, "only a job that fails keeps one"),
+    *ignore([e.SnapshotKept, e.SnapshotNotKept], S.DRAINING, "the drain does not wait for it"),
     *ignore([e.EvidenceCollected], SETTLED, "the incident is closed"),
     *ignore([e.EvidenceCollected], S.DRAINING, "the drain no longer waits for it"),
     *ignore([e.WorkersGone, e.ExitUnproven], SETTLED, "the order to end was another generation's"),

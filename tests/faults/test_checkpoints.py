@@ -76,6 +76,27 @@ def test_a_checkpoint_that_lacks_a_file_is_not_chosen(
 
 
 @full
+def test_a_job_that_failed_goes_on_from_its_newest_snapshot(
+    job: MakeJob, undisturbed: Numbers
+) -> None:
+    """FAILED at step 100, checkpoint of 50, snapshot of 99: the next run started at 50."""
+    tiny = job(**{"recovery.snapshot_every_steps": 1, "budgets.failures_max": 0})
+    daemon = tiny.start()
+    committed = daemon.until_committed(above=20)
+    daemon.until_step(committed["step"] + 5)
+    daemon.strike(1)
+    assert daemon.exit_status() == 3
+    (kept,) = tiny.events("snapshot_kept")
+    assert kept["step"] > committed["step"]
+    assert tiny.result()["step"] == kept["step"]
+    tiny.set(**{"budgets.failures_max": 10})
+    assert tiny.start().exit_status() == 0
+    tiny.must_equal(undisturbed)
+    starts = tiny.events("restore_point_selected", kind="checkpoint")
+    assert [one["step"] for one in starts] == [kept["step"]]
+
+
+@full
 def test_a_kill_in_the_middle_of_a_save_leaves_nothing_that_is_loaded(
     job: MakeJob, undisturbed: Numbers
 ) -> None:

@@ -35,7 +35,14 @@ ASIDE = (
     x.PrepareStandby,
     x.PreloadStandby,
 )
-CALLED_OFF = (x.PlaceSlots, x.StartWorkers, x.PrepareStandby, x.SaveWorkers, x.SelectRestorePoint)
+CALLED_OFF = (
+    x.PlaceSlots,
+    x.StartWorkers,
+    x.PrepareStandby,
+    x.SaveWorkers,
+    x.SelectRestorePoint,
+    x.KeepSnapshot,
+)
 OUTCOMES = (e.SlotsPlaced, e.WorkersGone)
 
 
@@ -195,7 +202,7 @@ class Walk:
         kinds: dict[State, tuple[type, ...]] = {
             S.DRAINING: (
                 x.KillWorkers, x.CollectEvidence, x.SaveWorkers, x.QuarantineRestorePoint,
-                x.SetDeadline,
+                x.KeepSnapshot, x.SetDeadline,
             ),
             S.RESTORING: (x.SelectRestorePoint, x.RestoreWorkers, x.PromoteStandby, x.SetDeadline),
             S.PROVISIONING: (x.SelectRestorePoint, x.PlaceSlots, x.SetDeadline),
@@ -232,6 +239,8 @@ class Walk:
                 bad = (order.kind, order.step, order.saved_by)
                 self.saved = [point for point in self.saved if point != bad]
                 return e.RestorePointQuarantined(at=self.at(), path=order.path)
+            case x.KeepSnapshot():
+                return self._kept(order, luck)
             case x.SetDeadline():
                 return e.DeadlinePassed(at=self.at(), id=order.id, owner=order.owner)
             case x.PruneCheckpoints() | x.RecordIncident() | x.PrepareSpares():
@@ -240,6 +249,15 @@ class Walk:
 
     def _failed(self, order: x.Effect) -> e.Event:
         return e.HousekeepingFailed(at=self.at(), action=type(order).__name__, error="EROFS")
+
+    def _kept(self, order: x.KeepSnapshot, luck: float) -> e.Event:
+        common: dict[str, Any] = {"at": self.at(), "generation": order.generation}
+        fit = [(step, by) for kind, step, by in self.saved if kind == "snapshot"]
+        newer = [(step, by) for step, by in fit if step > order.above and by <= order.generation]
+        if not newer or luck < 0.2:
+            return e.SnapshotNotKept(**common, error="EIO" if newer else "")
+        step, by = max(newer)
+        return e.SnapshotKept(**common, saved_by=by, step=step, path="p", duration_s=1.0)
 
     def _selected(self, order: x.SelectRestorePoint, luck: float) -> e.Event:
         common: dict[str, Any] = {"at": self.at(), "generation": order.generation}
@@ -435,7 +453,7 @@ class Walk:
         placing = job.state is not S.PROVISIONING or job.stage in ("placing", "capacity")
         if not placing:
             event: e.Event = e.SlotsPlaced(**common, placement=job.placement, slots=())
-        elif job.stage != "killing":
+        elif job.stage not in ("killing", "keeping"):
             event = e.WorkersGone(**common, exits=())
         else:
             return

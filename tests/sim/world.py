@@ -85,6 +85,8 @@ class Script:
     orphans_ended: Record | None = None  # how, while no daemon was there
     quarantine_fails: bool = False
     prune_fails: bool = False
+    keep_s: float = 3.0
+    keep_fails: bool = False
     bad_batches: dict[int, str] = field(default_factory=dict)  # the policy by the batch
     replicas_diverge_at: int = -1  # a step of generation 1
     agreed_every: int = 10
@@ -606,6 +608,12 @@ class SimDisk:
 
     async def flaw(self, generation: int, step: int) -> str:
         return "its metadata is damaged"
+
+    async def keep_snapshot(self, generation: int, step: int) -> str:
+        await asyncio.sleep(self.script.keep_s)
+        if self.script.keep_fails:
+            raise OSError(28, "No space left on device")
+        return self.commit(generation, step)
 
     async def quarantine(self, path: str, why: str) -> None:
         if self.script.quarantine_fails:
