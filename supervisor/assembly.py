@@ -21,6 +21,7 @@ from supervisor.adoption import (
     leaving_workers_alone,
 )
 from supervisor.cluster import RayCluster
+from supervisor.commits import CheckedCommits
 from supervisor.config import Settings, job_directory
 from supervisor.control import Answer, Control, Request
 from supervisor.daemon import Clock, Daemon, header_of
@@ -57,7 +58,7 @@ from supervisor.preflight import must_be_ready
 from supervisor.recorded import log_tail, rank_log
 from supervisor.redis_address import address_of, take_password
 from supervisor.run_code import RunCode
-from supervisor.run_directory import Watch, settle
+from supervisor.run_directory import Watch, settle, store_name
 from supervisor.signals import Signals
 from supervisor.status import snapshot
 from supervisor.troubles import Troubles
@@ -196,6 +197,7 @@ class _Assembly:
         self.run_number = run_after(past)
         self.config_path = config_path.resolve()
         self.config_dir = self.config_path.parent
+        self.store_name = store_name(run_dir)
         self.code = RunCode(settings.trainer.task, self.config_dir, run_dir, self.run_number)
         self.terminal = terminal
         self.started_at = time.time()
@@ -223,11 +225,14 @@ class _Assembly:
             lease_s=settings.heartbeats.lease_s,
             every_s=settings.heartbeats.every_s,
         )
+        self.commits = CheckedCommits(
+            run_dir, is_known=self._knows_commit, forward=self._take_report
+        )
         self.cluster = RayCluster(
             settings.cluster,
             run_dir,
             lock.epoch,
-            self._on_record,
+            self.commits.take,
             self._on_slot_lost,
             on_cluster_lost=self._on_cluster_lost,
             why_one_host=LOOPBACK_ONLY if settings.heartbeats.redis_url == "local" else "",
@@ -281,7 +286,7 @@ class _Assembly:
             drain_s=settings.deadlines.drain_s,
             placement_timeout_s=settings.cluster.placement_timeout_s,
             capacity_wait_s=settings.cluster.capacity_wait_s,
-            job=settings.job.name,
+            job=self.store_name,
             cluster=self.cluster,
             monitor=self.monitor,
             disk=RunFiles(self.run_dir),
@@ -302,7 +307,7 @@ class _Assembly:
         """What the worker of a rank is told; the cluster adds what only it knows."""
         settings = self.settings
         return {
-            "job": settings.job.name,
+            "job": self.store_name,
             "run_dir": str(self.run_dir),
             "config_dir": str(self.config_dir),
             "code_dir": str(self.code.directory or ""),
@@ -369,7 +374,11 @@ class _Assembly:
 
     # What comes in from outside
 
-    def _on_record(self, record: dict[str, Any]) -> None:
+    def _knows_commit(self, generation: int, step: int) -> bool:
+        known = self.daemon.job.verified
+        return any(of == generation and newest >= step for of, newest in known)
+
+    def _take_report(self, record: dict[str, Any]) -> None:
         if record.get("report") == "drill":
             self.drills.struck(str(record.get("id")))
         roster = self.daemon.performers.rosters.get(record.get("generation", 0))
@@ -627,7 +636,7 @@ class _Assembly:
             self.redis = await asyncio.to_thread(self.embedded_redis.ensure)
         else:
             self.redis = address_of(heartbeats, self.config_dir, self.password)
-        self.store = RedisStore(job=self.settings.job.name, address=self.redis)
+        self.store = RedisStore(job=self.store_name, address=self.redis)
         stack.push_async_callback(self._leave_store, self.store)
         self.daemon.performers.store = self.store
 
@@ -637,7 +646,7 @@ class _Assembly:
             await store.close()
             return
         with suppress(StoreUnavailable):
-            await store.delete([canary_key(self.settings.job.name)])
+            await store.delete([canary_key(self.store_name)])
         await store.close()
 
     def _show(self, stack: AsyncExitStack) -> None:
@@ -663,7 +672,7 @@ class _Assembly:
         self._spawn(
             stack,
             watch(
-                job=self.settings.job.name,
+                job=self.store_name,
                 monitor=self.monitor,
                 store=store,
                 witness=self.cluster.witness,

@@ -8,6 +8,7 @@ slot says, and imports Ray only once connected.
 import asyncio
 import contextlib
 import json
+import secrets
 import sys
 import threading
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
@@ -22,6 +23,7 @@ from trainer.child import end_generation, end_orphans, log_path, log_tail, machi
 from trainer.processes import Identity
 from trainer.snapshot import SnapshotInfo, discard, list_snapshots, sweep
 from trainer.snapshot import directory_of as snapshot_directory
+from trainer.whole import write_whole
 from trainer.worker import COMMAND, POLL_S
 
 T = TypeVar("T")
@@ -654,6 +656,7 @@ class RayCluster:
         )
         told = await asyncio.gather(*questions)
         self._set_aside(at, told)
+        await self._require_shared(at, told, actors)
         self._settle(actors, told, at, await self._addresses())
 
     def _set_aside(self, at: list[str], told: Sequence[dict[str, Any]]) -> None:
@@ -665,6 +668,42 @@ class RayCluster:
                 pids = ", ".join(map(str, one["orphans"]))
                 why = f"{one['host']}, where pid {pids} of an earlier generation cannot be ended"
                 found[node] = _Aside(why=why, is_here=one["machine"] == machine(), until=until)
+        self._aside |= found
+        if found:
+            raise SlotsSetAside("; ".join(one.why for one in found.values()))
+
+    async def _require_shared(
+        self, at: list[str], told: Sequence[dict[str, Any]], actors: Sequence[Any]
+    ) -> None:
+        """Set nodes aside that do not have the run directory: they would write where nobody reads.
+
+        Each slot is asked for a mark that was written here just now. Raises SlotsSetAside.
+        """
+        mark = self._run_dir / f".mark-{secrets.token_hex(8)}"
+        text = secrets.token_hex(16)
+        await self._in_thread(_ORDER_LIMIT_S, write_whole, mark, text)
+        try:
+            questions = (
+                self._ask(f"slot {index}", actor, "read_mark", self._epoch, mark.name, limit_s=10.0)
+                for index, actor in enumerate(actors)
+            )
+            answers = await asyncio.gather(*questions)
+        finally:
+            await self._in_thread(_ORDER_LIMIT_S, mark.unlink, True)  # it may be gone
+        until = asyncio.get_running_loop().time() + _ASIDE_S
+        found = {
+            node: _Aside(
+                why=(
+                    f"{slot['host']}, where {self._run_dir} is not the run directory of this job "
+                    f"({answer.get('why') or 'it holds something else'}); job.run_dir must be on a "
+                    "file system that all nodes share"
+                ),
+                is_here=False,
+                until=until,
+            )
+            for node, slot, answer in zip(at, told, answers, strict=True)
+            if answer["text"] != text
+        }
         self._aside |= found
         if found:
             raise SlotsSetAside("; ".join(one.why for one in found.values()))

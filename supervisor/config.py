@@ -58,6 +58,16 @@ class JobSettings(Section):
         description="files go to run_dir/name; a relative path starts at this file",
     )
 
+    @field_validator("run_dir")
+    @classmethod
+    def _no_url(cls, run_dir: str) -> str:
+        if "://" in run_dir:
+            raise ValueError(
+                "must be a directory, not a URL; mount the storage as a file system and name its "
+                "directory, or copy checkpoints there with a tool of your own"
+            )
+        return run_dir
+
 
 class ClusterSettings(Section):
     """The Ray cluster and what the job takes of it."""

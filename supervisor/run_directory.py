@@ -5,6 +5,7 @@ so that nothing of the original is used or ended by a copy. `identity.json` also
 name, by which other users cannot guess where a run keeps its snapshots and sockets.
 """
 
+import hashlib
 import json
 import os
 import re
@@ -25,6 +26,7 @@ from trainer.private import (
     IDENTITY_FILE,
     is_usable,
     remove_sockets,
+    run_name,
     short_directory,
     tmp_directory,
 )
@@ -138,6 +140,16 @@ def settle(run_dir: Path) -> None:
     if not same:
         for directory in directories_of(run_dir):
             sweep(directory)
+
+
+def store_name(run_dir: Path) -> str:
+    """Return what the keys of a run begin with, such as "first:1f0c9a6b2d3e4f50".
+
+    Two people may name a job "first", and two hosts may both have a directory "/data/runs": the
+    name holds a digest of the path and of the random name that the run was given.
+    """
+    own = f"{run_dir.resolve()}\0{run_name(run_dir)}"
+    return f"{run_dir.name}:{hashlib.sha256(os.fsencode(own)).hexdigest()[:16]}"
 
 
 def _read(run_dir: Path) -> dict[str, Any]:

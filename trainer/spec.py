@@ -70,6 +70,7 @@ class HeartbeatStore(StoreAddress):
 class WorkerSpec:
     """All that one rank of one generation needs to know.
 
+    `job` is what its keys in the store of heartbeats are named by: unlike those of any other run.
     `run_dir` is the job's own directory. `coordinator` ("host:port") may be empty in a world of
     one. Without `heartbeat` nothing is sent; the beat file is written all the same. A "standby"
     gets its restore point later, with the order to promote it. `log_file` is for a process that was

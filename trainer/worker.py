@@ -73,6 +73,7 @@ COMMAND = (sys.executable, "-P", "-m", "trainer.process")
 RECORDS_KEPT = 4096
 CHILDREN_KEPT = 16
 POLL_S = 10.0
+_MARK_PATIENCE_S, _MARK_PAUSE_S = 3.0, 0.1
 _RECORDS_AT_ONCE = 512
 _START_LIMIT_S = 10.0
 _ORPHAN_END_S = 10.0
@@ -188,6 +189,22 @@ class ResilientWorker:
             "exit": child.exit,
             "reached": sorted(reached, key=lambda record: record["seq"]),
         }
+
+    @answers
+    def read_mark(self, epoch: int, name: str) -> dict[str, Any]:
+        """What a file of the run directory holds, as seen from here; `why` it cannot be read.
+
+        Waits a moment for one that is not there: on some file systems news takes seconds.
+        """
+        self._admit(epoch)
+        deadline = time.monotonic() + _MARK_PATIENCE_S
+        while True:
+            try:
+                return {"text": (self._run_dir / Path(name).name).read_text(encoding="utf-8")}
+            except (OSError, ValueError) as error:
+                if time.monotonic() >= deadline:
+                    return {"text": None, "why": str(error)}
+            time.sleep(_MARK_PAUSE_S)
 
     @answers
     def reserve_address(self, epoch: int, generation: int, host: str) -> dict[str, Any]:

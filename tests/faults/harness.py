@@ -616,9 +616,12 @@ class RayHead:
 
 
 class Machine:
-    """A node of a Ray cluster in a pid namespace, where pids mean nothing to the daemon's host."""
+    """A node of a Ray cluster in a pid namespace, where pids mean nothing to the daemon's host.
 
-    def __init__(self, head: RayHead) -> None:
+    An empty directory of its own lies over `lacks`.
+    """
+
+    def __init__(self, head: RayHead, lacks: Path | None = None) -> None:
         self.mark, self._head = uuid.uuid4().hex, head
         ray = [
             *(sys.executable, "-m", "ray.scripts.scripts", "start", f"--address={head.address}"),
@@ -637,6 +640,7 @@ class Machine:
         self._process = subprocess.Popen(
             [
                 *("unshare", "--pid", "--fork", "--kill-child", "--mount-proc"),
+                *(("sh", "-c", 'mount -t tmpfs none "$0" && exec "$@"', lacks) if lacks else ()),
                 *(sys.executable, "-c", reaper, *ray),
             ],
             env={**os.environ, **head.variables, MARK: self.mark},

@@ -5,6 +5,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from supervisor.config import (
@@ -213,3 +214,9 @@ def test_the_free_table_of_a_task_may_hold_any_text() -> None:
     """What is in it is between the user and the task."""
     settings, _ = read_settings(Settings, None, ['trainer.options.prompt="two\\nlines"'])
     assert settings.trainer.options == {"prompt": "two\nlines"}
+
+
+def test_a_run_directory_is_no_url() -> None:
+    """A bucket's address became a folder named "s3:" beside the settings."""
+    with pytest.raises(ValidationError, match="must be a directory, not a URL"):
+        Settings.model_validate({"job": {"run_dir": "s3://bucket/runs"}})

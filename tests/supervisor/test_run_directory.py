@@ -20,7 +20,7 @@ from supervisor.control import Control, ask
 from supervisor.embedded import EmbeddedRay, EmbeddedRedis
 from supervisor.errors import AlreadyRunning, DiskError
 from supervisor.lock import acquire, read_holder
-from supervisor.run_directory import Watch, identity_record, open_directory, settle
+from supervisor.run_directory import Watch, identity_record, open_directory, settle, store_name
 from trainer.child import RUN
 from trainer.private import socket_path
 from trainer.snapshot import directory_of
@@ -298,3 +298,21 @@ def test_a_squatter_in_tmp_or_shared_memory_stops_nobody(tmp_path: Path) -> None
     finally:
         squatted.rmdir()
         shutil.rmtree(home)
+
+
+def test_jobs_of_one_name_share_no_key_of_a_store(tmp_path: Path) -> None:
+    """Two users' jobs named "first" on one Redis hid each other's hangs."""
+    places = [tmp_path / user / "runs" / "first" for user in ("one", "other")]
+    for place in places:
+        open_directory(place)
+        settle(place)
+    first, second = (store_name(place) for place in places)
+    assert first != second
+    assert first.startswith("first:")
+    assert store_name(places[0]) == first
+    settle(places[0])
+    assert store_name(places[0]) == first
+    shutil.rmtree(places[0])
+    open_directory(places[0])
+    settle(places[0])  # the same path, on another host or anew
+    assert store_name(places[0]) != first
