@@ -142,7 +142,7 @@ def test_a_machine_that_is_cut_off_and_returns_two_generations_later_changes_not
     tiny.must_equal(undisturbed)
     assert tiny.result()["generations"] == 3
     with store.client() as client:  # what it wrote as it woke goes by itself
-        for key in client.keys("everstep:tiny:g1:*"):
+        for key in client.keys("everstep:tiny:*:g1:*"):
             assert client.pttl(key) > 0
             client.delete(key)
 
