@@ -40,7 +40,9 @@ def test_a_daemon_that_is_killed_loses_no_line_and_its_workers_go_on(
     kept = [record["event"]["event"] for record in written if record["kind"] == "move"]
     assert said == kept[: len(said)]
     assert len(kept) - len(said) <= 1  # journalled and not yet said
-    assert run(tiny, "status").returncode == 0
+    told = json.loads(run(tiny, "status", "--json").stdout)
+    assert (told["state"], told["steps"]) == ("RUNNING", STEPS)
+    assert told["attention"].endswith(f"python -m supervisor --config {tiny.folder}/job.toml")
     step = first_step_after(tiny)
     second = tiny.start()
     restarted = second.until("supervisor_restarted")
