@@ -405,7 +405,8 @@ def _merged(inbox: deque[e.Event]) -> e.Event:
 
 def _level(move: Move) -> int:
     """Return a level that alarms can use: errors end the job, warnings are incidents and such."""
-    if move.target is State.FAILED is not move.source:
+    is_verdict = isinstance(move.event, e.RetryBudgetExhausted | e.RetryRuledOut)
+    if is_verdict or move.target is State.FAILED is not move.source:
         return logging.ERROR
     opened = move.target is State.DRAINING is not move.source
     ordered = isinstance(move.event, e.StopRequested | e.TrainingCompleted)
@@ -419,8 +420,10 @@ def _tell(move: Move, job: Job) -> None:
     facts = {
         key: value
         for key, value in move.event.to_dict().items()
-        if key not in ("event", "at", "generation", "error", "slots", "exits", "why")
+        if key not in ("event", "at", "generation", "error", "slots", "hosts", "exits", "why")
     }
+    if isinstance(move.event, e.SlotsPlaced):
+        facts["hosts"] = [f"{host} ({address})" for _, host, address in move.event.hosts]
     error = getattr(move.event, "error", None)
     if error is not None:
         facts["error"] = error if isinstance(error, str) else error.get("message")

@@ -1,16 +1,22 @@
 """What the files of a run tell when no daemon is there to ask. Reads only; guesses nothing."""
 
+from __future__ import annotations
+
 import json
 import os
 import shlex
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from supervisor.fsm.states import LIVE
 from supervisor.in_force import Kept, kept_before
 from supervisor.lock import is_held
 from supervisor.metrics import last_row
-from trainer.printable import one_line
+from trainer.printable import printable
+
+if TYPE_CHECKING:
+    from supervisor.fsm.job import Job
 
 JOURNAL_FILE = "journal.jsonl"
 RESULT_FILE = "result.json"
@@ -42,7 +48,7 @@ def recorded_status(run_dir: Path) -> dict[str, Any] | None:
         step += result.get("steps_lost") or 0
     elif metrics.get("step") is not None:
         step = metrics["step"] + 1  # the line names the step that was done, counted from 0
-    past, kept = _past(segment), kept_before(run_dir)
+    past, kept, job = _past(segment), kept_before(run_dir), _rebuilt(segment)
     return {
         "job": run_dir.name,
         "state": past["state"] or result.get("state"),
@@ -52,9 +58,9 @@ def recorded_status(run_dir: Path) -> dict[str, Any] | None:
         "workers": [],
         "standby": None,
         "restore_point": past["restore_point"],
-        "budgets": _budgets(segment),
+        "budgets": job.budgets if job else {},
         "supervisor": None,
-        "incident": _incident(run_dir, segment),
+        "incident": _incident(run_dir, segment, job),
         "loss": metrics.get("loss", result.get("loss")),
         "held_out_loss": metrics.get("held_out_loss", result.get("held_out_loss")),
         "reason": result.get("reason"),
@@ -67,12 +73,11 @@ def recorded_status(run_dir: Path) -> dict[str, Any] | None:
     }
 
 
-def _budgets(segment: list[dict[str, Any]]) -> dict[str, dict[str, int]]:
-    """None where another version's table wrote the journal."""
+def _rebuilt(segment: list[dict[str, Any]]) -> Job | None:
+    """The job as its daemon had it; None where another version's table wrote the journal."""
     from supervisor.replay import rebuild
 
-    job = rebuild(segment)
-    return job.budgets if job is not None else {}
+    return rebuild(segment)
 
 
 def _if_abandoned(run_dir: Path, state: str, kept: Kept) -> str | None:
@@ -93,14 +98,15 @@ def rank_log(generation: int, rank: int) -> str:
 
 
 def log_tail(path: Path) -> list[str]:
-    """The last lines of a log that say something; none where it cannot be read."""
+    """The last lines of a log that say something (no marks under code); none if unreadable."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _LOG_BYTES))
             lines = file.read().decode(errors="replace").splitlines()
     except OSError:
         return []
-    return [one_line(line, _LOG_LINE_LENGTH) for line in lines if line.strip()][-_LOG_LINES:]
+    spoken = [line.rstrip() for line in lines if line.strip(" ^~")][-_LOG_LINES:]
+    return [printable(line)[:_LOG_LINE_LENGTH] for line in spoken]
 
 
 def read_result(run_dir: Path) -> dict[str, Any] | None:
@@ -134,12 +140,15 @@ def _segment(run_dir: Path) -> list[dict[str, Any]]:
     return last_segment(path)
 
 
-def _incident(run_dir: Path, segment: list[dict[str, Any]]) -> dict[str, Any] | None:
+def _incident(
+    run_dir: Path, segment: list[dict[str, Any]], job: Job | None
+) -> dict[str, Any] | None:
     """The latest incident, as the daemon would tell of it; `error` where its file is damaged."""
     from supervisor.history import Chronicle
     from supervisor.incidents import latest
 
-    found = latest(run_dir)
+    # One that ended the job at once has no file; one of an earlier run has nothing else.
+    found = asdict(job.incident) if job and job.incident else latest(run_dir)
     if found is None:
         return None
     told = {key: found.get(key) for key in _OF_AN_INCIDENT}

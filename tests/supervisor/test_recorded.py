@@ -10,8 +10,6 @@ import pytest
 
 from supervisor.config import Settings
 from supervisor.in_force import keep
-from supervisor.incidents import write_summary
-from supervisor.journal import read_journal
 from supervisor.lock import acquire
 from supervisor.recorded import log_tail, recorded_status
 from tests.sim.run import simulate
@@ -34,11 +32,6 @@ def look(run_dir: Path) -> dict[str, Any]:
     return answer
 
 
-def crashed_at(run_dir: Path) -> float:
-    moves = (r["event"] for r in read_journal(run_dir / "journal.jsonl") if r["kind"] == "move")
-    return next(event["at"] for event in moves if event["event"] == "worker_crashed")
-
-
 def test_a_job_that_lost_its_daemon_is_shown_as_it_was(run_dir: Path) -> None:
     """After `kill -9` of the daemon there was no "of 600", no budget was known, and nothing said
     that the workers trained on or what would adopt them."""
@@ -46,12 +39,11 @@ def test_a_job_that_lost_its_daemon_is_shown_as_it_was(run_dir: Path) -> None:
     lines = (run_dir / "journal.jsonl").read_bytes().splitlines(keepends=True)
     running = [n for n, line in enumerate(lines) if b'"target":"DRAINING"' in line][-1]
     (run_dir / "journal.jsonl").write_bytes(b"".join(lines[:running]))
-    summary = {"event": "worker_crashed", "step": 25, "opened_at": crashed_at(run_dir)}
-    write_summary(run_dir, 1, summary)
     (run_dir / "metrics.jsonl").write_text('{"step": 54, "generation": 2, "loss": 2.5}\n')
     shown = look(run_dir)
     assert (shown["state"], shown["step"], shown["steps"]) == ("RUNNING", 55, 600)
     assert shown["generation"] == 2
+    assert shown["incident"]["story"] == "rank 1 ended by SIGKILL in step 25"
     assert shown["incident"]["steps_redone"] == 5
     assert shown["budgets"]["worker"] == {"spent": 1, "limit": 10}
     assert "its workers may train on" in shown["attention"]
