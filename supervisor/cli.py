@@ -105,7 +105,10 @@ def run(options: argparse.Namespace) -> int:
     raise_file_limit()
     os.umask(0o077)  # whatever a run leaves is its owner's, and so is what our children leave
     config_path = Path(options.config).resolve()
+    from supervisor.preflight import with_address
+
     settings, origins = read_settings(Settings, options.config, options.set)
+    settings = with_address(settings)
     terminal = sys.stdout.isatty() and options.log is None
     form = options.log or settings.control.log
     run_dir = job_directory(settings.job, config_path)
@@ -154,12 +157,14 @@ def run(options: argparse.Namespace) -> int:
 def check(options: argparse.Namespace) -> int:
     """Validate the settings and print what is in force, and where each value came from."""
     from supervisor.config import Settings, describe, effective, job_directory, template
+    from supervisor.preflight import with_address
 
     if options.defaults:
         print(template(), end="")
         return 0
     try:
         settings, origins = read_settings(Settings, options.config, options.set)
+        settings = with_address(settings)
     except SettingsError as error:
         if not options.json:
             raise

@@ -75,7 +75,8 @@ class ClusterSettings(Section):
     address: str = Field(
         default="local",
         min_length=1,
-        description='"local" = a Ray head of the job\'s own; else HOST:PORT of a cluster',
+        description='"local" = a Ray head of the job\'s own; "auto" = that of RAY_ADDRESS; else '
+        "HOST:PORT of a cluster",
     )
     workers: int = Field(
         default=2, ge=1, le=100_000, description="processes that train, one a slot"
@@ -114,7 +115,7 @@ class ClusterSettings(Section):
                 'Ray Client and URLs are not supported; write HOST:PORT of the head, or "local"'
             )
         host, _, port = address.rpartition(":")
-        if address != "local" and not (_HOST.fullmatch(host) and _is_port(port)):
+        if address not in ("local", "auto") and not (_HOST.fullmatch(host) and _is_port(port)):
             raise ValueError(
                 "must be HOST:PORT of the head, with a port from 1 to 65535, such as "
                 '10.0.0.1:6379, or "local"'

@@ -15,7 +15,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from supervisor.config import Settings
+from pydantic import ValidationError
+
+from supervisor.config import ClusterSettings, Settings
 from supervisor.embedded import head_cpus
 from supervisor.errors import ClusterUnusable
 from supervisor.redis_address import address_of
@@ -41,6 +43,33 @@ def problems(settings: Settings, config_dir: Path, password: str = "") -> Iterat
         yield from _of_cluster(settings.cluster.address)
     if settings.heartbeats.redis_url != "local":
         yield from _of_redis(settings, config_dir, password)
+
+
+def with_address(settings: Settings) -> Settings:
+    """Return the settings with the address that "auto" stands for, here and now.
+
+    Raises SettingsError if there is none, or RAY_ADDRESS is none that can be used.
+    """
+    if settings.cluster.address != "auto":
+        return settings
+    from supervisor.ray_calls import address_here
+
+    address = address_here()
+    if not address:
+        raise SettingsError(
+            'cluster.address = "auto": RAY_ADDRESS is not set, and `ray start` has begun no '
+            'cluster on this machine; set it to HOST:PORT of the head, or write "local" for a Ray '
+            "of the job's own"
+        )
+    try:
+        cluster = ClusterSettings.model_validate(
+            {**settings.cluster.model_dump(), "address": address}
+        )
+    except ValidationError as error:
+        raise SettingsError(
+            f'cluster.address = "auto": RAY_ADDRESS = {address!r}: {error.errors()[0]["msg"]}'
+        ) from None
+    return settings.model_copy(update={"cluster": cluster})
 
 
 def must_be_ready(settings: Settings, config_dir: Path, password: str = "") -> None:

@@ -121,6 +121,18 @@ def _is_local(address: str) -> bool:
     return True
 
 
+def address_here() -> str:
+    """Return HOST:PORT of the cluster that RAY_ADDRESS names, or else that `ray start` has begun
+    on this machine; "" if there is neither.
+    """
+    if given := os.environ.get("RAY_ADDRESS", "").strip():
+        return "" if given in ("auto", "local") else given
+    from ray._private.utils import read_ray_address
+
+    found: str | None = read_ray_address()
+    return found or ""
+
+
 def gpus_here() -> int:
     """Return how many GPUs Ray would find on this machine; what hides devices counts."""
     from ray._private.accelerators import get_accelerator_manager_for_resource

@@ -83,7 +83,7 @@ def test_every_line_of_the_default_job_is_annotated() -> None:
         ("cluster.workers=0", "at least 1"),
         ("checkpoint.keep=1", "at least 2"),
         ("cluster.address=ray://host:1", "Ray Client and URLs are not supported"),
-        ("cluster.address=auto", "must be HOST:PORT of the head"),
+        ("cluster.address=somewhere", "must be HOST:PORT of the head"),
         ("heartbeats.redis_url=localhost:6379", "redis://"),
         ("job.name=../x", "must be a text matching"),
         ("budgets.failures_max=-2", "at least -1"),

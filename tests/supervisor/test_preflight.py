@@ -14,7 +14,8 @@ from pydantic import ValidationError
 from supervisor import preflight
 from supervisor.config import Settings
 from supervisor.embedded import head_cpus
-from supervisor.preflight import problems
+from supervisor.preflight import problems, with_address
+from trainer.settings import SettingsError
 
 
 def found(config_dir: Path, **sections: Any) -> list[str]:
@@ -204,3 +205,35 @@ def test_a_task_named_as_a_module_of_others_is_refused(tmp_path: Path) -> None:
     assert "'queue' is the name of a module of Python itself; rename yours" in said
     said = the_one(tmp_path, trainer={"task": "trainer:Line"})
     assert "'trainer' is the name of a module of everstep itself" in said
+
+
+AUTO = {"cluster": {"address": "auto"}, "heartbeats": {"redis_url": "redis://h:1"}}
+
+
+def test_auto_is_the_cluster_that_the_environment_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever works on a cluster has RAY_ADDRESS set, and every tool of Ray's takes it."""
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.7:6379")
+    settings = Settings.model_validate(AUTO)
+    assert with_address(settings).cluster.address == "10.0.0.7:6379"
+    own = Settings()
+    assert with_address(own).cluster.address == "local"
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("", "RAY_ADDRESS is not set"),
+        ("auto", "RAY_ADDRESS is not set"),
+        ("ray://head:10001", "Ray Client and URLs are not supported"),
+        ("head", "must be HOST:PORT"),
+    ],
+)
+def test_auto_without_a_cluster_says_what_to_set(
+    monkeypatch: pytest.MonkeyPatch, given: str, said: str
+) -> None:
+    """It was refused as an address, without a word of what would do."""
+    monkeypatch.setenv("RAY_ADDRESS", given)
+    monkeypatch.setattr("ray._private.utils.read_ray_address", lambda: None)
+    with pytest.raises(SettingsError, match=r'cluster\.address = "auto"') as error:
+        with_address(Settings.model_validate(AUTO))
+    assert said in str(error.value)
