@@ -59,8 +59,6 @@ def snapshot(
     # At the end the last heartbeats are behind what was reached.
     said = {key: value for key, value in {**job.result, **result}.items() if value is not None}
     step = said["step"] + said.get("steps_lost", 0) if "step" in said else step
-    # Before the first step a heartbeat holds zeros: nothing is known yet.
-    step_s = first.durations.get("step", (first.step_s, 0.0))[0] or None if first else None
     return {
         "job": name,
         "state": job.state.name,
@@ -86,18 +84,30 @@ def snapshot(
         "differences": list(job.differences),
         "drain_warning": drain_warning or None,
         "disk": list(disk),
-        "loss": said.get("loss", first.loss if first else None),
-        "held_out_loss": said.get("held_out_loss", first.held_out_loss if first else None),
+        **_measured(first, max(0, steps - step)),
+        **{key: said[key] for key in ("loss", "held_out_loss") if key in said},
         "reason": said.get("reason"),
         **{key: said.get(key) for key in ("remedy", "log", "log_tail")},
         "unigram_entropy": ready.get("unigram_entropy"),
-        "tokens_per_s": first.tokens_per_s or None if first else None,
-        "step_s": step_s,
-        "time_left_s": round(max(0, steps - step) * step_s, 1) if step_s else None,
         "last_event": _last_event(daemon),
         "uptime_s": round(now - started_at, 1),
         "retry_in_s": daemon.timers.left_s("backoff"),
         "hint": HINT if drills and job.state.name == "RUNNING" and not job.incidents else None,
+    }
+
+
+def _measured(first: BeatMessage | None, steps_left: int) -> dict[str, float | None]:
+    """What rank 0 measures. Before the first step its heartbeat holds zeros: nothing is known."""
+    if first is None:
+        names = ("loss", "held_out_loss", "tokens_per_s", "step_s", "time_left_s")
+        return dict.fromkeys(names)
+    step_s = first.durations.get("step", (first.step_s, 0.0))[0] or None
+    return {
+        "loss": first.loss,
+        "held_out_loss": first.held_out_loss,
+        "tokens_per_s": first.tokens_per_s or None,
+        "step_s": step_s,
+        "time_left_s": round(steps_left * step_s, 1) if step_s else None,
     }
 
 
