@@ -450,6 +450,10 @@ class _Assembly:
         blind_s = round(self.clock() - self.blind_at, 3)
         self.daemon.post(e.HeartbeatStoreRecovered(at=self.clock(), blind_s=blind_s))
 
+    def _on_standstill(self, seconds: float) -> None:
+        event = e.StandstillEnded(at=self.clock(), seconds=round(seconds, 1))
+        self.daemon.post(event)
+
     def _on_beats(self, beats: Mapping[tuple[int, int], BeatMessage]) -> None:
         self.beats = dict(beats)
 
@@ -681,6 +685,7 @@ class _Assembly:
                 on_store_lost=self._on_store_lost,
                 on_store_recovered=self._on_store_recovered,
                 on_beats=self._on_beats,
+                on_standstill=self._on_standstill,
             ),
         )
 

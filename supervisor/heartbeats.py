@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
@@ -16,6 +17,7 @@ import structlog
 
 from supervisor.deadlines import Deadlines, DeadlineSettings
 from supervisor.monitor import (
+    STANDSTILL_MIN_S,
     WITNESS_S,
     HeartbeatMonitor,
     Kind,
@@ -220,6 +222,11 @@ class _Outage:
         return True
 
 
+def suspended_s() -> float:
+    """How long this machine has been suspended since its boot."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - time.clock_gettime(time.CLOCK_MONOTONIC)
+
+
 async def watch(
     *,
     job: str,
@@ -231,20 +238,28 @@ async def watch(
     on_store_lost: Callable[[str], None],
     on_store_recovered: Callable[[], None],
     on_beats: Callable[[Mapping[Member, BeatMessage]], None],
+    on_standstill: Callable[[float], None],
+    asleep_s: Callable[[], float] = suspended_s,
 ) -> None:
     """Poll until cancelled. `on_suspicion` gets verdicts only: suspicions the slots bear out.
 
     Time is the loop's own monotonic clock. Who is watched is the monitor's to say and may change
     between polls; the canary is written even when nobody is. While the store is away the slots are
-    asked instead. `on_store_lost` and `on_store_recovered` tell of outages, not of single polls.
+    asked instead. `on_store_lost` and `on_store_recovered` tell of outages, not of single polls;
+    `on_standstill` is given the seconds for which nothing of the job ran.
     """
     clock = asyncio.get_running_loop().time
     reader = _Reader(job, store)
     broken: set[Member] = set()
     outage = _Outage()
     asked_at = -math.inf
+    asleep = asleep_s()
     while True:
         begun = clock()
+        # The clock of the loop, and so every lease, stands still while the machine is suspended.
+        before, asleep = asleep, asleep_s()
+        if asleep - before >= STANDSTILL_MIN_S:
+            on_standstill(asleep - before)
         members = monitor.members()
         try:
             beats = await reader.read(members)
@@ -261,6 +276,8 @@ async def watch(
                 monitor.see()
                 on_store_recovered()
             suspicions = monitor.observe(begun, beats, read_at=clock())
+            if standstill_s := monitor.take_standstill():
+                on_standstill(standstill_s)
             on_beats({member: beat for member, beat in beats.items() if beat is not None})
             for suspicion in suspicions:
                 testimony = await _ask(witness, suspicion.generation, suspicion.stalled)

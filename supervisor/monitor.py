@@ -19,6 +19,11 @@ WITNESS_S = 1.5
 More than the second that a slot is given, so that one that is mute does not cost the others' word.
 """
 
+STANDSTILL_MIN_S = 5.0
+"""Shorter gaps end no rank: JAX waits longer for its peers."""
+
+_BEATS_OF_A_THAW = 4
+
 FAILED_POLL_S = 1.5
 """The longest that a poll may take to fail."""
 
@@ -117,6 +122,8 @@ class HeartbeatMonitor:
         self._seen_at: float | None = None
         self._missed = False  # the last poll failed
         self._blind = False
+        self._gap_s = 0.0  # that this process saw, and whose cause is not known yet
+        self._standstill_s = 0.0
 
     # --- arming -----------------------------------------------------------------------------------
 
@@ -162,6 +169,7 @@ class HeartbeatMonitor:
     def miss(self, now: float) -> None:
         """A poll failed: nobody was seen, and that is no silence. The caller was not paused."""
         if self._seen_at is not None and now - self._seen_at > self._pause_s + FAILED_POLL_S:
+            self._gap_s += now - self._seen_at
             self.rearm(now)
         self._seen_at = now
         self._missed = True
@@ -207,6 +215,10 @@ class HeartbeatMonitor:
         """
         read_at = now if read_at is None else read_at
         paused = self._seen_at is not None and read_at - self._seen_at > self._pause_s
+        if paused and self._seen_at is not None:
+            self._gap_s += read_at - self._seen_at
+        if self._gap_s:
+            self._explain_gap(beats)
         for (generation, rank), message in beats.items():
             armed = self._armed.get(generation)
             if armed and (track := armed.get(rank)):
@@ -219,6 +231,22 @@ class HeartbeatMonitor:
         self._seen_at, self._missed = read_at, False
         found = (self._suspect(generation, now) for generation in sorted(self._armed))
         return [suspicion for suspicion in found if suspicion]
+
+    def _explain_gap(self, beats: Mapping[Member, BeatMessage | None]) -> None:
+        """Workers that sent heartbeats meanwhile did not stand still: only this process did."""
+        sent = [
+            message.beats - track.beats
+            for (generation, rank), message in beats.items()
+            if message and (track := self._armed.get(generation, {}).get(rank)) and track.beats >= 0
+        ]
+        if sent and max(sent) <= _BEATS_OF_A_THAW and self._gap_s >= STANDSTILL_MIN_S:
+            self._standstill_s = self._gap_s
+        self._gap_s = 0.0
+
+    def take_standstill(self) -> float:
+        """For how many seconds nothing of the job ran, told once; 0 if it did."""
+        seconds, self._standstill_s = self._standstill_s, 0.0
+        return seconds
 
     def _hear(self, track: _Track, message: BeatMessage | None, now: float) -> None:
         if message is None:

@@ -102,6 +102,10 @@ def started(sim: Sim, *generations: int) -> None:
     assert tuple(started) == generations
 
 
+def standstill(seconds: float) -> Meddling:
+    return lambda daemon, _: daemon.post(e.StandstillEnded(at=daemon.clock(), seconds=seconds))
+
+
 def kill_all(daemon: Daemon, cluster: SimCluster) -> None:
     for worker in list(cluster.workers.values()):
         cluster.end(worker, None, "SIGKILL")
@@ -380,6 +384,13 @@ SCENARIOS = {
         meddle={14.0: stop(by="signal"), 16.0: stop(now=True, by="signal")},
         states=FAILED,
         check=lambda sim: (kept(sim, 20), sim.virtual_s < 20 or pytest.fail("it waited")),
+    ),
+    "everything_stood_still_and_its_ranks_abort": Scenario(
+        faulty(Fault(kind="kill", step=35, generation=2)),
+        meddle={11.4: standstill(40.0), 12.5: kill_all},
+        states=[*START, *RECOVERY, *RECOVERY, *END],
+        events=["standstill_ended", "worker_crashed", "workers_restored", "worker_crashed"],
+        check=lambda sim: spent(sim, worker=1),
     ),
     "stopped_by_an_operator": Scenario(
         Script(),

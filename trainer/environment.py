@@ -22,6 +22,9 @@ from trainer.heartbeat import PASSWORD_VARIABLE
 
 COLLECTIVE_TIMEOUT_S = 300  # a rank may wait this long for a peer that restores or saves slowly
 HEARTBEAT_TIMEOUT_S = 10
+HEARTBEAT_TIMEOUT_ON_ONE_HOST_S = 7 * 86400
+"""Nothing is learned from it there: the kernel tells of every death, the supervisor of a hang. And
+a machine that was suspended, or a container that was frozen, wakes to ranks that are overdue."""
 SHUTDOWN_TIMEOUT_S = 5
 UNIX = "unix:"
 """What the address of a coordinator on one host begins with. It knows no password: a process of
@@ -100,6 +103,8 @@ def join_world(*, coordinator: str, rank: int, world_size: int, join_timeout_s: 
             _refuse_taken_address(coordinator)
     else:
         _await_coordinator(coordinator, join_timeout_s)
+    on_one_host = coordinator.startswith(UNIX)
+    timeout_s = HEARTBEAT_TIMEOUT_ON_ONE_HOST_S if on_one_host else HEARTBEAT_TIMEOUT_S
     try:
         _listen_only_at(_own_address(coordinator))
         jax.distributed.initialize(
@@ -108,7 +113,7 @@ def join_world(*, coordinator: str, rank: int, world_size: int, join_timeout_s: 
             process_id=rank,
             cluster_detection_method="deactivate",
             initialization_timeout=int(join_timeout_s) + 60,
-            heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_S,
+            heartbeat_timeout_seconds=timeout_s,
             shutdown_timeout_seconds=SHUTDOWN_TIMEOUT_S,
             coordinator_bind_address=coordinator if rank == 0 else None,
         )

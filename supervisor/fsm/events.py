@@ -131,6 +131,14 @@ class DifferencesFound(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StandstillEnded(Event):
+    """Nothing of the job ran for so long, the daemon included: a suspended machine, a frozen
+    container. What ends in the moments after was cut off by that."""
+
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ExitProven(Event):
     """Processes whose end was in doubt are proven gone; each named as `exit_unproven` named it."""
 

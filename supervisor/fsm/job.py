@@ -62,6 +62,7 @@ from .events import (
     StandbyDisabled,
     StandbyLost,
     StandbyReady,
+    StandstillEnded,
     StopRequested,
     TrainingCompleted,
     WorkerCrashed,
@@ -83,6 +84,8 @@ REJECTED_KEPT = 64  # more restore points than there ever are at once
 # Between starts of a standby that failed `standby_failures_max` times running: from, doubled, to.
 STANDBY_PAUSE_MIN_S = 60.0
 STANDBY_PAUSE_MAX_S = 3600.0
+
+STANDSTILL_GRACE_S = 15.0  # JAX's own time-out between hosts, and a moment to tell of it
 
 EXIT_STATUSES = {"COMPLETED": 0, "budget": 3, "pointless": 4, "operator": 5, "signal": 75}
 
@@ -164,6 +167,8 @@ class Job:
     unproven: tuple[str, ...] = ()
     differences: tuple[str, ...] = ()  # What was found not to be as it was, in this run.
     blind_since: float | None = None
+    thawed_at: float | None = None  # when a standstill of everything ended,
+    thawed_generation: int = 0  # and which generation was the last to be in it
     effects: list[Effect] = field(default_factory=list)
     raised: list[RaisedEvent] = field(default_factory=list)
     why: str = ""
@@ -451,6 +456,8 @@ class Job:
     def lose_standby(self, event: StandbyLost) -> None:
         """Never the job's budget: it is prepared again when it is gone and the pause is over."""
         self._discard_standby()
+        if self._is_cut_off(event.generation, event.at):
+            return
         self.standby_failures += 1
         if self.standby_failures == self.limits.standby_failures_max:
             self.standby_off = True
@@ -574,6 +581,14 @@ class Job:
     def note_blindness(self, event: Event) -> None:
         if self.blind_since is None:
             self.blind_since = event.at
+
+    def note_standstill(self, event: StandstillEnded) -> None:
+        self.thawed_at, self.thawed_generation = event.at, self.generation
+        message = (
+            f"nothing of the job ran for {event.seconds:.0f} s (a suspended machine, a frozen "
+            "container); what breaks of it now is recovered and charged to no budget"
+        )
+        self.effects.append(NotifyOperator(message=message))
 
     def note_sight(self, event: Event) -> None:
         self.blind_since = None
@@ -757,7 +772,7 @@ class Job:
 
     def _verdict(self, incident: Incident, at: float) -> RaisedEvent:
         common: dict[str, Any] = {"at": at, "generation": self.active}
-        if self.free:
+        if self.free or self._is_cut_off(incident.generation, incident.opened_at):
             # A rung of a recovery: there is one standby, and only so many restore points.
             self.free = False
             return RetryGranted(**common, budget="none", spent=0, limit=-1, backoff_s=0.0)
@@ -784,6 +799,12 @@ class Job:
         self.streak += 1
         backoff_s = self._backoff_s(incident.number)
         return RetryGranted(**common, **charge, spent=len(used) + 1, backoff_s=backoff_s)
+
+    def _is_cut_off(self, generation: int, at: float) -> bool:
+        """Whether a failure at that time comes of a standstill: word of both may cross."""
+        if self.thawed_at is None or generation > self.thawed_generation:
+            return False
+        return -1.0 <= at - self.thawed_at <= STANDSTILL_GRACE_S
 
     def _limit_of(self, cause: str) -> int:
         return self.budgets[cause]["limit"]

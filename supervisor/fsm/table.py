@@ -710,6 +710,13 @@ HOUSEKEEPING = [
         do="note_skipped_checkpoint",
     ),
     on(
+        e.StandstillEnded,
+        LIVE,
+        None,
+        "everything stood still, so nothing failed; what breaks of it now is charged to nobody",
+        do="note_standstill",
+    ),
+    on(
         e.ExitProven,
         LIVE,
         None,

@@ -12,11 +12,11 @@ import pytest
 
 from supervisor.restore_points import find
 from tests.faults.conftest import MakeJob
-from tests.faults.harness import Machine, Numbers, RayHead, Store, gone, until
+from tests.faults.harness import MARK, Machine, Numbers, RayHead, Store, gone, until
 from tests.hold import held
 from tests.trainer.harness import TINY, World, write_text
 from trainer.child import GENERATION, RUN
-from trainer.processes import environment
+from trainer.processes import environment, look_at_all
 
 full = pytest.mark.full
 
@@ -45,6 +45,34 @@ def test_a_daemon_that_stood_still_for_half_a_minute_condemns_nobody(
     assert tiny.result()["failures"] == 0
     assert tiny.events("standby_lost") == []
     assert tiny.events("heartbeat_store_lost") == []
+
+
+@full
+def test_a_job_that_stood_still_with_all_its_parts_goes_on(
+    job: MakeJob, undisturbed: Numbers
+) -> None:
+    """Both ranks aborted 1.1 s after the thaw, overdue for each other, and a budget paid for it."""
+    tiny = job(**{"trainer.options.pace_s": 0.2})
+    daemon = tiny.start()
+    daemon.until_committed()
+    parts = [
+        row.identity.pid
+        for row in look_at_all().values()
+        if row.is_alive and environment(row.identity.pid).get(MARK) == tiny.mark
+    ]
+    workers = {daemon.worker(rank).pid for rank in range(2)}
+    assert {daemon.pid, *workers} <= set(parts)
+    for pid in parts:
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(25.0)  # more than twice of what JAX waits between hosts
+    for pid in parts:
+        os.kill(pid, signal.SIGCONT)
+    told = daemon.until("standstill_ended")
+    assert told["seconds"] > 20
+    assert daemon.exit_status() == 0
+    tiny.must_equal(undisturbed)
+    assert tiny.failures() == []
+    assert tiny.result()["failures"] == 0
 
 
 STUBBORN: dict[str, Any] = {

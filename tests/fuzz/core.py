@@ -405,6 +405,7 @@ class Walk:
         action = self.chance.choice(["PruneCheckpoints", "to write the log of rank 1"])
         made: list[Callable[[], e.Event | None]] = [
             lambda: e.ClusterLost(at=at, why="w"),
+            lambda: e.StandstillEnded(at=at, seconds=40.0),
             lambda: e.ExitProven(at=at, proven=self.job.unproven[:1]),
             lambda: e.HeartbeatStoreLost(at=at, why="w"),
             lambda: e.HeartbeatStoreRecovered(at=at, blind_s=1.0),

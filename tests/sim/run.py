@@ -231,6 +231,7 @@ async def life(
             on_store_lost=lost,
             on_store_recovered=recovered,
             on_beats=lambda beats: None,
+            on_standstill=lambda seconds: None,
         )
     )
     loop = asyncio.get_running_loop()

@@ -257,6 +257,8 @@ class Watched:
         self.beats = {}
         self.asked = 0
         self.witness_takes_s = 0.002
+        self.asleep_s = 100.0
+        self.standstills: list[float] = []
 
     async def witness(self, generation, ranks):
         self.asked += 1
@@ -287,6 +289,8 @@ class Watched:
                     on_store_lost=lambda why: self.told.append((loop.time(), f"lost: {why}")),
                     on_store_recovered=lambda: self.told.append((loop.time(), "recovered")),
                     on_beats=self.beats.update,
+                    on_standstill=self.standstills.append,
+                    asleep_s=lambda: self.asleep_s,
                 )
             )
             await asyncio.sleep(seconds)
@@ -299,6 +303,9 @@ class Watched:
         finally:
             loop.close()
         return self.told
+
+    def suspend(self, seconds):
+        self.asleep_s += seconds
 
     def take_down(self, why):
         self.store.down = why
@@ -315,6 +322,14 @@ def test_healthy_workers_are_polled_and_nobody_is_bothered():
     assert watched.asked == 0
     assert watched.store.polls == pytest.approx(3600 / EVERY_S, rel=0.01)
     assert watched.beats[(1, 1)].step > 11_000
+
+
+def test_a_machine_that_was_suspended_is_told_of_though_no_clock_of_ours_went_on():
+    """A laptop's lid: the monotonic clock stands still, JAX's between hosts may not."""
+    watched = Watched(two(STARTUP + steps([0.3] * 200)))
+    watched.run(20.0, (10.1, lambda: watched.suspend(3600.0)))
+    assert watched.standstills == [3600.0]
+    assert watched.told == []
 
 
 def test_a_stopped_worker_is_a_verdict_with_its_culprit_within_its_deadline():
@@ -463,6 +478,7 @@ def test_the_redis_loop_notices_a_freeze_and_its_end(server):
                 on_store_lost=lambda why: told.append("lost"),
                 on_store_recovered=lambda: told.append("recovered"),
                 on_beats=lambda beats: None,
+                on_standstill=lambda seconds: None,
             )
         )
 

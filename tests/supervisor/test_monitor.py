@@ -235,6 +235,37 @@ def test_a_paused_daemon_does_not_take_its_own_absence_for_silence(pause_s):
     assert world.monitor.observe(world.now + POLL_S, asleep) == []
 
 
+def test_a_gap_in_which_no_worker_sent_a_beat_is_a_standstill_of_everything():
+    """A container that was frozen for 40 s: what breaks of it then is no rank's failure."""
+    world = World(two(STARTUP + steps([0.1] * 3000)))
+    world.run(15.0)
+    asleep = world.beats()
+    world.now += 40.0
+    assert world.monitor.observe(world.now, asleep) == []
+    assert world.monitor.take_standstill() == pytest.approx(40.0 + EVERY_S)
+    assert world.monitor.take_standstill() == 0.0
+
+
+def test_a_gap_of_the_daemon_alone_is_no_standstill():
+    """Somebody stopped the daemon for 40 s: a rank that died meanwhile is paid for."""
+    world = World(two(STARTUP + steps([0.1] * 3000)))
+    world.run(15.0)
+    world.now += 40.0
+    world.monitor.observe(world.now, world.beats())
+    assert world.monitor.take_standstill() == 0.0
+
+
+def test_a_standstill_is_seen_although_the_first_poll_after_it_fails():
+    """The poll that was under way when everything froze has run into its time-out by then."""
+    world = World(two(STARTUP + steps([0.1] * 3000)))
+    world.run(15.0)
+    asleep = world.beats()
+    world.now += 40.0
+    world.monitor.miss(world.now)
+    assert world.monitor.observe(world.now + EVERY_S, asleep) == []
+    assert world.monitor.take_standstill() == pytest.approx(40.0 + EVERY_S)
+
+
 def test_a_daemon_paused_while_it_asks_the_slots_gives_no_verdict():
     """The answer is about a time that is gone."""
     world = stuck(STARTUP + steps([0.2] * 100), at=15.0)
