@@ -37,7 +37,7 @@ _COLOURS = {
 }
 _PROGRESS = (
     *("state", "generation", "step", "steps", "loss", "held_out_loss", "unigram_entropy"),
-    *("tokens_per_s", "step_s", "time_left_s"),
+    *("tokens_per_s", "step_s", "time_left_s", "activity"),
 )
 _WORKERS_SHOWN = 8
 _LONGEST = 240  # characters of one text

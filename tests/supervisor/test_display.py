@@ -219,7 +219,7 @@ def test_on_a_terminal_the_last_picture_stays() -> None:
 
 def test_elsewhere_progress_is_a_log_line_when_there_is_some() -> None:
     """A log file of a week must not consist of equal lines."""
-    snapshot = dict(SNAPSHOT)
+    snapshot = {**SNAPSHOT, "held_out_loss": None, "activity": "the workers join each other"}
 
     async def story() -> None:
         display = Display(lambda: snapshot, terminal=False, progress_s=0.01)
@@ -235,6 +235,8 @@ def test_elsewhere_progress_is_a_log_line_when_there_is_some() -> None:
     assert [line["step"] for line in lines] == [120, 121]
     assert lines[0]["event"] == "progress"
     assert lines[0]["loss"] == 2.31
+    assert lines[0]["activity"] == "the workers join each other"
+    assert "held_out_loss" not in lines[0]  # what is not known is no fact
 
 
 def test_a_picture_that_cannot_be_drawn_does_not_reach_the_job() -> None:
