@@ -181,12 +181,27 @@ def check(options: argparse.Namespace) -> int:
         raise SettingsError(*found)
     if options.memory and options.json:
         return _predict_memory(settings, options)
+    variables = _variables_of_workers(settings)
     if options.json:
-        print(json.dumps({"ok": True, "run_dir": str(run_dir), "settings": rows}, indent=2))
+        fine = {"ok": True, "run_dir": str(run_dir), "settings": rows}
+        print(json.dumps({**fine, "worker_environment": variables}, indent=2))
     else:
         _say(describe(rows))
+        whose = "this command" if settings.cluster.address == "local" else "the Ray of their node"
+        _say(f"\nWorkers have the environment of {whose}, and these variables:")
+        _say("\n".join(f"  {name}={text}" for name, text in sorted(variables.items())))
         _say(f"\nThe settings are fine. Files go to {run_dir}")
     return _predict_memory(settings, options) if options.memory else 0
+
+
+def _variables_of_workers(settings: Any) -> dict[str, str]:
+    """What a worker's environment has, whatever it is started from."""
+    from trainer.environment import worker_environment
+
+    cluster = settings.cluster
+    return worker_environment(
+        cluster.cpus_per_worker, cluster.gpus_per_worker, settings.trainer.env
+    )
 
 
 def _missing(settings: Any, config: str) -> list[str]:
@@ -210,7 +225,10 @@ def _predict_memory(settings: Any, options: argparse.Namespace) -> int:
         command += ["--set", override]
     try:
         told = subprocess.run(
-            command, env=environment_for(devices), stdout=subprocess.PIPE, timeout=LIMIT_S
+            command,
+            env={**environment_for(devices), **settings.trainer.env},
+            stdout=subprocess.PIPE,
+            timeout=LIMIT_S,
         )
     except subprocess.TimeoutExpired:
         raise OperatorError(f"the step was not compiled within {LIMIT_S:g} s") from None

@@ -95,7 +95,8 @@ def _read(options: argparse.Namespace) -> tuple[_Settings, Path, Path]:
     settings, _ = read_settings(_Settings, options.config, options.set)
     config_dir = (options.config.parent if options.config else Path()).resolve()
     # The same threads and flags as a worker of one core per rank; before jax is imported.
-    os.environ.update(worker_environment(os.cpu_count() or 1, 0, os.environ))
+    variables = {**os.environ, **settings.trainer.env}
+    os.environ.update(worker_environment(os.cpu_count() or 1, 0, variables))
     os.environ.pop(PASSWORD_VARIABLE, None)  # the user's task runs here
     return settings, config_dir, config_dir / settings.job.run_dir / settings.job.name
 

@@ -66,6 +66,7 @@ class Launch:
     run_dir: Path
     config_dir: Path
     beat_file: Path
+    variables: Mapping[str, str]
     text: str
 
     @classmethod
@@ -93,6 +94,7 @@ class Launch:
             run_dir=Path(spec["run_dir"]),
             config_dir=Path(spec["config_dir"]),
             beat_file=Path(spec["beat_file"]),
+            variables=dict(spec.get("trainer", {}).get("env", {})),
             text=json.dumps(spec),  # one line, whatever the layout it came in
         )
 
@@ -342,6 +344,7 @@ class Spare:
     def __init__(
         self, command: Sequence[str], run_dir: Path, base_environment: Mapping[str, str]
     ) -> None:
+        self.environment = dict(base_environment)
         self.spawned = _spawn(
             [*command, "--spare"],
             log_file=run_dir / "logs" / "spares" / f"slot-{os.getpid()}.log",

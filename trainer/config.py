@@ -7,6 +7,7 @@ neither jax nor Ray: the supervisor reads these too.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
@@ -21,6 +22,11 @@ COUNT_MAX = 2**31 - 1
 
 MATRICES = ("query", "key", "value", "attention_out", "gate", "up", "down")
 """The matrices of a block of the built-in model; low-rank factors may be added to any of them."""
+
+
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+RESERVED_VARIABLES = frozenset({"NPROC", "OMP_NUM_THREADS", "JAX_PLATFORMS", "PYTHONUNBUFFERED"})
+"""What `trainer.environment.worker_environment` decides: losses and devices depend on it."""
 
 
 def _as_tuple(value: object) -> object:
@@ -318,6 +324,10 @@ class TrainerSettings(Section):
     options: dict[str, Any] = Field(
         default_factory=dict, description="a free table for a task of your own"
     )
+    env: dict[str, str] = Field(
+        default_factory=dict,
+        description='variables of the workers, such as {"HF_HOME" = "/data/hf"}; no secrets',
+    )
     mesh: MeshSettings = Field(default_factory=MeshSettings)
     model: ModelSettings = Field(default_factory=ModelSettings)
     data: DataSettings = Field(default_factory=DataSettings)
@@ -345,6 +355,18 @@ class TrainerSettings(Section):
                 message="a batch is computed in parts of equal size; make batch_size a multiple of "
                 f"{self.accumulation_steps}",
             )
+
+    @field_validator("env")
+    @classmethod
+    def _variables(cls, env: dict[str, str]) -> dict[str, str]:
+        for name, text in env.items():
+            if not _VARIABLE.fullmatch(name):
+                raise ValueError(f"has {name!r}, which is no name of a variable; write A_Z0_9")
+            if "\0" in text:
+                raise ValueError(f"{name} holds a NUL character, which no variable can")
+            if name in RESERVED_VARIABLES or name.startswith("EVERSTEP_"):
+                raise ValueError(f"{name} is set by everstep itself; leave it out")
+        return env
 
     @field_validator("task")
     @classmethod

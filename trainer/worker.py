@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec
@@ -133,6 +133,7 @@ class ResilientWorker:
         self._job = job
         self._run_dir = Path(run_dir)
         self._cpus = cpus
+        self._variables: Mapping[str, str] = {}
         self._gpus = gpus
         self._command = tuple(command)
         self._changed = threading.Condition()
@@ -240,7 +241,8 @@ class ResilientWorker:
         if launch.run_dir != self._run_dir:
             raise Refused(f"spec.run_dir is {launch.run_dir}, this slot serves {self._run_dir}")
         publish = functools.partial(self._publish, launch.generation, launch.rank)
-        base = worker_environment(self._cpus, self._gpus, os.environ)
+        self._variables = launch.variables
+        base = self._environment()
         child = self._starter.submit(self._start, epoch, launch, base, publish).result(
             _START_LIMIT_S
         )
@@ -411,7 +413,7 @@ class ResilientWorker:
             if (before := self._children.get(launch.generation)) is not None:
                 return before  # a daemon that vanished gave the order already
         spare, self._spare = self._spare, None
-        if spare is not None and not spare.is_alive():
+        if spare is not None and (not spare.is_alive() or spare.environment != base_environment):
             spare.end()
             spare = None
         child = Child(launch, self._command, base_environment, publish, spare)
@@ -426,9 +428,12 @@ class ResilientWorker:
     def _start_spare(self) -> None:
         if self._spare is not None and self._spare.is_alive():
             return
-        base = worker_environment(self._cpus, self._gpus, os.environ)
         self._end_spare()
-        self._spare = Spare(self._command, self._run_dir, base)
+        self._spare = Spare(self._command, self._run_dir, self._environment())
+
+    def _environment(self) -> dict[str, str]:
+        """What a process of this slot starts with; the variables are those of the last launch."""
+        return worker_environment(self._cpus, self._gpus, {**os.environ, **self._variables})
 
     def _end_spare(self) -> None:
         spare, self._spare = self._spare, None

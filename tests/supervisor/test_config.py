@@ -220,3 +220,18 @@ def test_a_run_directory_is_no_url() -> None:
     """A bucket's address became a folder named "s3:" beside the settings."""
     with pytest.raises(ValidationError, match="must be a directory, not a URL"):
         Settings.model_validate({"job": {"run_dir": "s3://bucket/runs"}})
+
+
+@pytest.mark.parametrize(
+    ("env", "said"),
+    [
+        ({"A B": "1"}, "no name of a variable"),
+        ({"A": "1\0"}, "NUL"),
+        ({"NPROC": "4"}, "NPROC is set by everstep itself"),
+        ({"EVERSTEP_REDIS_PASSWORD": "x"}, "is set by everstep itself"),
+    ],
+)
+def test_a_variable_that_cannot_be_or_is_ours_is_refused(env: dict[str, str], said: str) -> None:
+    """The number of threads decides the bits of a loss, and no worker may have our secrets."""
+    with pytest.raises(ValidationError, match=said):
+        Settings.model_validate({"trainer": {"env": env}})

@@ -20,7 +20,7 @@ import pytest
 from trainer import orphans
 from trainer.child import GENERATION, RUN, SLOT, machine
 from trainer.heartbeat import Beat
-from trainer.processes import is_alive, look
+from trainer.processes import environment, is_alive, look
 from trainer.worker import RECORDS_KEPT, ResilientWorker
 
 STAND_IN = Path(__file__).with_name("stand_in.py")
@@ -227,6 +227,16 @@ def test_no_secret_is_in_a_childs_arguments_or_environment(
     assert told["environment"]["NPROC"] == "1"
     assert told["environment"]["JAX_PLATFORMS"] == "cpu"
     assert told["cwd"] == str(slot.run_dir)
+
+
+def test_the_variables_of_the_settings_reach_a_child_and_its_spare(slot: Slot) -> None:
+    """Exported for the daemon, they never reached the workers of a cluster: their Ray's count."""
+    for number, variables in enumerate(({"A": "1"}, {"A": "2"}), 1):
+        pid = slot.start(number, trainer={"env": variables})
+        slot.until("started")
+        assert environment(pid)["A"] == variables["A"]
+        slot.call("prepare_spare")  # with the variables of before, when the second one starts
+        assert environment(pid)["NPROC"] == "1"
 
 
 def test_logs_are_for_their_owner_only_one_file_a_generation_and_rank(slot: Slot) -> None:
