@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from supervisor.fsm import events as e
+from supervisor.fsm.incident import KILLED_FOR_MEMORY
 from supervisor.monitor import Suspicion
 from trainer.failures import aborted_for_a_peer
 from trainer.worker import STATES
@@ -145,6 +146,8 @@ class Roster:
         elif kind == "exit":
             how = record.get("signal") or f"status {record.get('status')}"
             why = f"rank {rank} ended by {how}"
+            if record.get("signal") == "SIGKILL" and (detail := _detail(record, [], "wait")):
+                why += f": {detail}"
         else:
             return []
         return [e.StandbyLost(**common, ranks=(rank,), why=why)]
@@ -242,8 +245,7 @@ class Roster:
                 phase=phase,
                 step=_step(record),
                 primary=not (record.get("signal") == "SIGABRT" and aborted_for_a_peer(tail)),
-                # Nobody who is killed from outside has a last word on it.
-                detail="" if record.get("signal") == "SIGKILL" else _last_words(tail, phase),
+                detail=_detail(record, tail, phase),
             )
         ]
 
@@ -271,6 +273,23 @@ def silence(verdict: Suspicion, at: float, *, standby: bool) -> e.Event:
 def _step(record: Record) -> int:
     step = record.get("step")
     return -1 if step is None else int(step)
+
+
+def _detail(record: Record, tail: list[str], phase: str) -> str:
+    """Nobody who is killed from outside has a last word on it; of its memory the slot knows."""
+    if record.get("signal") != "SIGKILL":
+        return _last_words(tail, phase)
+    memory = record.get("memory")
+    if memory is None:
+        return ""
+    if not memory:
+        return f"{KILLED_FOR_MEMORY}: the machine had none left"
+    return f"{KILLED_FOR_MEMORY}: {_gb(memory['used'])} of {_gb(memory['limit'])} GB"
+
+
+def _gb(size: int) -> str:
+    """As `--memory=4g` counts; a limit below one has to be readable as well."""
+    return f"{size / 2**30:.1f}" if size >= 2**30 else f"{size / 2**30:.3f}"
 
 
 def _last_words(tail: list[str], phase: str) -> str:

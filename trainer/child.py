@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from trainer.cgroups import MemoryGroup
 from trainer.heartbeat import HeartbeatError, read_beat_file
 from trainer.processes import (
     Identity,
@@ -51,6 +52,7 @@ _TAIL_BYTES = 1 << 14
 _GROUP_LIMIT_S = 5.0
 _LOADING_LOOKS = 20
 _TRACKER_LIMIT_S = 1.0
+_MEMORY_LOOK_MS = 2000  # how old the count may be of processes that were ended for memory
 
 
 class ChildError(Exception):
@@ -126,6 +128,7 @@ class Child:
         self._gone = threading.Event()
         self._has_ended = False
         self._orders_lock = threading.Lock()
+        self._memory: MemoryGroup | None = None
         if spare is not None:
             self._spawned = spare.spawned
         else:
@@ -199,13 +202,17 @@ class Child:
 
     def _attend(self) -> None:
         """Read reports until the process ends, reap it, report that, end what it has left."""
+        self._memory = MemoryGroup.of(self.identity.pid)
+        killed_before = self._killed_for_memory()
         lines = _Lines(self._publish)
         ended = os.pidfd_open(self.identity.pid)
         poll = select.poll()
         poll.register(ended, select.POLLIN)
         poll.register(self._spawned.reports, select.POLLIN)
         while True:
-            ready = {descriptor for descriptor, _ in poll.poll()}
+            ready = {descriptor for descriptor, _ in poll.poll(_MEMORY_LOOK_MS)}
+            if not ready:
+                killed_before = self._killed_for_memory()
             if self._spawned.reports in ready and not lines.read(self._spawned.reports):
                 poll.unregister(self._spawned.reports)
             if ended in ready:
@@ -227,6 +234,7 @@ class Child:
             "pid": self.identity.pid,
             "status": status if status >= 0 else None,
             "signal": signal_name(-status) if status < 0 else None,
+            "memory": self._shortage(status, killed_before),
             # Long enough for the cause to be in it though stacks were asked for in the meantime.
             "log_tail": log_tail(self.launch.log_path, lines=200),
             **_last_beat(self.launch.beat_file),
@@ -236,6 +244,17 @@ class Child:
         with contextlib.suppress(OSError):  # a read-only disk is no reason to doubt its end
             self.launch.beat_file.unlink(missing_ok=True)
         self._gone.set()
+
+    def _killed_for_memory(self) -> int:
+        return (self._memory.kills() if self._memory else None) or 0
+
+    def _shortage(self, status: int, killed_before: int) -> dict[str, int] | None:
+        """If the kernel ended it for want of memory: `used` of `limit` bytes, if there is one."""
+        if status != -signal.SIGKILL or self._killed_for_memory() <= killed_before:
+            return None
+        assert self._memory is not None
+        found = self._memory.limit()
+        return {"used": found[0], "limit": found[1]} if found else {}
 
     def _end_group(self, timeout_s: float) -> tuple[Identity, ...]:
         """End all that the child started and left behind; what could not be ended."""

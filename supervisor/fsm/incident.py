@@ -37,6 +37,9 @@ TRANSIENT_ERRORS = frozenset(
 )
 
 
+KILLED_FOR_MEMORY = "killed for memory"
+"""How the detail of a crash begins if the kernel ended the process for want of memory."""
+
 UNSTARTED = ("launch", "initialize")
 """The phases before a worker has met its peers or the task: what ends it there will do so again."""
 
@@ -116,6 +119,8 @@ def incident_of(event: Event, *, number: int, generation: int) -> Incident:
 
 def _signature_of_crash(event: WorkerCrashed) -> str:
     """What makes two crashes the same; "" where a peer or somebody outside ended the process."""
+    if event.detail.startswith(KILLED_FOR_MEMORY):
+        return f"{KILLED_FOR_MEMORY} in {event.phase} of step {event.step}"
     if not event.primary or event.signal in ("SIGKILL", "SIGTERM"):
         return ""
     how = event.signal or f"status {event.status}"
@@ -134,7 +139,8 @@ def story_of(event: Event) -> str:
     if isinstance(event, WorkerCrashed):
         how = f"by {event.signal}" if event.signal else f"with status {event.status}"
         detail = event.detail.rpartition("\n")[2]
-        last_words = f": {detail}" if detail and event.phase in UNSTARTED else ""
+        is_told = event.phase in UNSTARTED or detail.startswith(KILLED_FOR_MEMORY)
+        last_words = f": {detail}" if detail and is_told else ""
         return f"{who} ended {how}{where}{last_words}"
     if isinstance(event, WorkerRaised | RestoreFailed):
         frame = event.error.get("frame")
@@ -151,6 +157,11 @@ def story_of(event: Event) -> str:
     return f"{who}: {event.name.replace('_', ' ')}: {why_of(event)}"
 
 
+REMEDY_FOR_MEMORY = (
+    "raise the limit of its container or job (docker --memory, Slurm --mem, systemd MemoryMax), "
+    "lower trainer.data.batch_size or raise trainer.accumulation_steps, or set recovery.standby = "
+    '"none", which keeps no second set of processes'
+)
 _AGAIN = "then give the same command again"
 _SETTING_OF = {
     "worker": "budgets.failures_max",
@@ -164,6 +175,8 @@ def remedy_for(incident: Incident, *, budget: str = "") -> str:
     """What a person should do about a job that this incident ended; `budget` is the spent one."""
     if incident.frame and incident.pointless:
         look = f"mend {incident.frame.partition(' in ')[0]}"
+    elif KILLED_FOR_MEMORY in incident.story:
+        look = REMEDY_FOR_MEMORY
     elif incident.ranks:
         log = f"logs/generation-{incident.generation}/rank-{incident.ranks[0]}.log"
         look = f"read the end of {log} and incidents/{incident.number:04d}"

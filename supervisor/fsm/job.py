@@ -70,7 +70,16 @@ from .events import (
     WorkersGone,
     tuples,
 )
-from .incident import UNSTARTED, Incident, incident_of, remedy_for, remedy_of, why_of
+from .incident import (
+    KILLED_FOR_MEMORY,
+    REMEDY_FOR_MEMORY,
+    UNSTARTED,
+    Incident,
+    incident_of,
+    remedy_for,
+    remedy_of,
+    why_of,
+)
 from .states import State
 
 # A stronger purpose of a drain replaces a weaker one, never the other way round.
@@ -768,6 +777,9 @@ class Job:
                 summary={**asdict(incident), "exits": getattr(event, "exits", ())},
             )
         )
+        if KILLED_FOR_MEMORY in incident.story:
+            message = f"{incident.story}; {REMEDY_FOR_MEMORY}"
+            self.effects.append(NotifyOperator(message=message))
         self.raised.append(self._verdict(incident, event.at))
 
     def _verdict(self, incident: Incident, at: float) -> RaisedEvent:

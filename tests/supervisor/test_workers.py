@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from supervisor.fsm import events as e
+from supervisor.fsm.incident import incident_of, remedy_for
 from supervisor.workers import Roster
 
 
@@ -154,6 +157,37 @@ def test_a_promoted_standby_speaks_as_the_active_generation() -> None:
     assert names(say(one, "exit", 1, status=None, signal="SIGKILL", log_tail=[])) == [
         "worker_crashed"
     ]
+
+
+@pytest.mark.parametrize(
+    ("memory", "text"),
+    [
+        ({"used": 4 << 30, "limit": 4 << 30}, "killed for memory: 4.0 of 4.0 GB"),
+        ({"used": 199 << 20, "limit": 200 << 20}, "killed for memory: 0.194 of 0.195 GB"),
+        ({}, "killed for memory: the machine had none left"),
+    ],
+)
+def test_a_rank_that_the_kernel_ended_for_memory_says_so_and_what_to_set(
+    memory: dict[str, int], text: str
+) -> None:
+    """A rank at the limit of its container was "ended by SIGKILL", and nobody knew by whom."""
+    one = ready(roster())
+    facts = {"status": None, "signal": "SIGKILL", "phase": "step", "step": 7, "memory": memory}
+    (crash,) = say(one, "exit", 1, **facts)
+    assert isinstance(crash, e.WorkerCrashed)
+    assert crash.detail == text
+    incident = incident_of(crash, number=1, generation=3)
+    assert incident.story == f"rank 1 ended by SIGKILL in step 7: {text}"
+    assert "trainer.data.batch_size" in remedy_for(incident)
+
+
+def test_a_standby_that_ran_out_of_memory_says_so_too() -> None:
+    """It is the second set of processes that no longer fits."""
+    one = roster(standby=True)
+    facts = {"status": None, "signal": "SIGKILL", "memory": {"used": 4 << 30, "limit": 4 << 30}}
+    (lost,) = say(one, "exit", 1, **facts)
+    assert isinstance(lost, e.StandbyLost)
+    assert lost.why == "rank 1 ended by SIGKILL: killed for memory: 4.0 of 4.0 GB"
 
 
 def test_what_stands_both_in_the_state_and_in_the_news_is_taken_once() -> None:
