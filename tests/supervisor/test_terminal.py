@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import subprocess
 import sys
 import termios
@@ -24,6 +25,7 @@ print("after", before, echoes(), flush=True)
 def read_until(reader: int, words: bytes) -> bytes:
     found = b""
     while words not in found:
+        assert select.select([reader], [], [], 20.0)[0], f"only {found!r}"
         found += os.read(reader, 1000)
     return found
 
