@@ -29,10 +29,10 @@ from supervisor.fsm.job import Job
 from supervisor.fsm.machine import JobMachine, Move, UnexpectedEvent, table_digest
 from supervisor.fsm.states import TERMINAL, State
 from supervisor.history import Chronicle
-from supervisor.journal import ROLL_BYTES, SCHEMA, Journal, Record, last_segment
+from supervisor.journal import ROLL_BYTES, SCHEMA, Journal, Record
 from supervisor.performers import Performers
 from supervisor.timers import Timers
-from supervisor.unfinished import unfinished
+from supervisor.unfinished import Unfinished
 
 log = structlog.get_logger(__name__)
 
@@ -117,6 +117,7 @@ class Daemon:
         self.stops = 0
         self._interrupted_at = -ONE_SIGNAL_S
         self._fence = fence
+        self._unfinished = Unfinished()
         self._roll_bytes = roll_bytes
         self._roll_again_at = 0.0
         self._renews, self._is_renewed = renews, False
@@ -236,6 +237,8 @@ class Daemon:
 
         `pending` is what it had ordered and not seen done.
         """
+        self.header = self.journal.records[0]
+        self._unfinished = Unfinished(self.journal.records)
         await self._take(restarted)
         for effect in pending:
             self.performers.launch(effect)
@@ -312,6 +315,8 @@ class Daemon:
                     )
                     continue
                 await asyncio.sleep(JOURNAL_RETRY_S)
+        for record in (*actions, *records):
+            self._unfinished.take(record)
         if self.journal_lost_since is not None:
             log.warning("journal_recovered", lost_s=round(self.clock() - self.journal_lost_since))
             self.journal_lost_since = None
@@ -326,6 +331,9 @@ class Daemon:
             self.journal.append(actions, durable=False)
         except DiskError as error:
             log.warning("action_not_recorded", why=str(error))
+            return
+        for record in actions:
+            self._unfinished.take(record)
 
     def _roll_over(self) -> None:
         """A long journal goes on in a new file, which begins with all that its next reader needs.
@@ -340,11 +348,11 @@ class Daemon:
         if self.superseded is not None:
             return
         try:
-            segment = last_segment(self.journal.path)
-            own = {key: segment[0][key] for key in segment[0] if key not in ("seq", "epoch")}
-            pending = [effect.to_dict() for effect in unfinished(segment, self.job)]
+            own = {key: self.header[key] for key in self.header if key not in ("seq", "epoch")}
+            pending = [effect.to_dict() for effect in self._unfinished.of(self.job)]
             job = {**self._job_record(), "pending": pending, "told": self.chronicle.to_dict()}
             self.journal.roll({**own, "at": self.clock()}, job)
+            self._unfinished = Unfinished([job])
         except DiskError as error:
             self._roll_again_at = self.clock() + ROLL_RETRY_S
             log.error("journal_not_rolled_over", why=str(error), retry_s=ROLL_RETRY_S)

@@ -33,26 +33,37 @@ _ENDED_BY: Mapping[type[x.Effect], tuple[str, ...]] = {
 _DROPPED = (x.NotifyOperator, x.PreloadStandby)
 
 
-def unfinished(records: Iterable[Record], job: Job) -> list[x.Effect]:
-    """The effects of one segment whose outcome was never written, in their order.
+class Unfinished:
+    """The effects of one segment whose outcome is not written yet, kept as its records come."""
 
-    `job` is what the segment left. Raises KeyError or TypeError for effects of another version.
-    """
-    pending: list[x.Effect] = []
-    for record in records:
+    def __init__(self, records: Iterable[Record] = ()) -> None:
+        self._pending: list[x.Effect] = []
+        for record in records:
+            self.take(record)
+
+    def take(self, record: Record) -> None:
+        """Take in the next record. Raises KeyError or TypeError for one of another version."""
         if record["kind"] == "job" and "pending" in record:  # the journal has rolled over here
-            pending = [x.Effect.from_dict(effect) for effect in record["pending"]]
+            self._pending = [x.Effect.from_dict(effect) for effect in record["pending"]]
         elif record["kind"] == "move":
             event = record["event"]
-            pending = [effect for effect in pending if not _ends(event, effect)]
-            pending += [x.Effect.from_dict(effect) for effect in record["effects"]]
+            self._pending = [effect for effect in self._pending if not _ends(event, effect)]
+            self._pending += [x.Effect.from_dict(effect) for effect in record["effects"]]
         elif record["kind"] == "action" and record["outcome"] == "finished":
-            pending = [
+            self._pending = [
                 effect
-                for effect in pending
+                for effect in self._pending
                 if type(effect) in _ENDED_BY or type(effect).__name__ != record["action"]
             ]
-    return [effect for effect in pending if _still_wanted(effect, job)]
+
+    def of(self, job: Job) -> list[x.Effect]:
+        """Those that the job, as the records leave it, still needs, in their order."""
+        return [effect for effect in self._pending if _still_wanted(effect, job)]
+
+
+def unfinished(records: Iterable[Record], job: Job) -> list[x.Effect]:
+    """The unfinished effects of a whole segment; see `Unfinished`."""
+    return Unfinished(records).of(job)
 
 
 def _ends(event: Mapping[str, object], effect: x.Effect) -> bool:
