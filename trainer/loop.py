@@ -230,7 +230,7 @@ class ModelTrainer:
     def retrace(self) -> str:
         """Trace again, for comparison alone, and say what differs; "" if nothing does.
 
-        May be called from another thread while this one waits. Raises what the task raises.
+        Raises what the task raises.
         """
         now = step.lower(self._task, self._layout, self._shapes_traced).digest()
         if now == self._program:

@@ -29,6 +29,7 @@ from typing import IO, Any
 import structlog
 
 from trainer import heartbeat
+from trainer.aside import Aside
 from trainer.drills import Drills, Fault, FaultError
 from trainer.heartbeat import Beat, BeatSender
 from trainer.lines import ERROR_SUFFIX, Tolerant, tolerant_text
@@ -43,8 +44,9 @@ Skips = tuple[tuple[int, int], ...]
 GO_WAIT_S = 5.0
 """How long rank 0 waits, between two steps, for the others to know where to stop."""
 
-RETRACE_AFTER_S = 5.0
-"""How long a standby is left alone before it traces its program again, for comparison."""
+RETRACE_AFTER_S, RETRACE_LIMIT_S = 5.0, 600.0
+"""How long a standby is left alone before its program is traced again, for comparison, and how long
+that may take: it gets only the time of a processor that nobody else wants."""
 
 _STARTED = time.monotonic()
 _START_PHASES = frozenset({"initialize", "compile", "restore"})
@@ -252,28 +254,29 @@ class Worker:
     def _next_order(self, trainer: Any) -> tuple[bool, RestorePoint | None, Skips]:
         """Wait for it; where it stays quiet, the program is traced again, once per node.
 
-        In the background, so that an order never waits for it: would the task be traced now as it
-        was for this run?
+        By a copy of this process, which is ended by the first order: would the task be traced now
+        as it was for this run?
         """
-        if self.spec.local_rank == 0 and trainer.may_retrace and not self._has_retraced:
-            try:
-                return self.orders.standby.get(timeout=RETRACE_AFTER_S)
-            except queue.Empty:
-                self._has_retraced = True
-                threading.Thread(
-                    target=self._retrace, args=(trainer,), name="retrace", daemon=True
-                ).start()
-        return self.orders.standby.get()
-
-    def _retrace(self, trainer: Any) -> None:
-        started = time.monotonic()
+        if self.spec.local_rank != 0 or not trainer.may_retrace or self._has_retraced:
+            return self.orders.standby.get()
         try:
-            difference = trainer.retrace()
-        except Exception as error:  # what it reads may be gone by now; this run does not need it
-            difference = f"traced program: it cannot be traced any more ({error})"
+            return self.orders.standby.get(timeout=RETRACE_AFTER_S)
+        except queue.Empty:
+            self._has_retraced = True
+        copy = Aside(functools.partial(_retraced, trainer))
+        threading.Thread(target=self._report_retraced, args=(copy,), daemon=True).start()
+        try:
+            return self.orders.standby.get()
+        finally:
+            copy.end()
+
+    def _report_retraced(self, copy: Aside) -> None:
+        started = time.monotonic()
+        difference = copy.answer(RETRACE_LIMIT_S)
         seconds = round(time.monotonic() - started, 3)
         log.info("program_retraced", difference=difference, seconds=seconds)
-        self.reports.send("program_retraced", difference=difference, seconds=seconds)
+        if difference is not None:
+            self.reports.send("program_retraced", difference=difference, seconds=seconds)
 
     def _await_turn(self, loop: Any) -> None:
         """Stand by where nothing may be done ahead."""
@@ -604,6 +607,13 @@ class Worker:
             collective=collective,
             startup=startup,
         )
+
+
+def _retraced(trainer: Any) -> str:
+    try:
+        return str(trainer.retrace())
+    except Exception as error:  # what it reads may be gone by now; this run does not need it
+        return f"traced program: it cannot be traced any more ({error})"
 
 
 def _is_rejection(error: BaseException) -> bool:

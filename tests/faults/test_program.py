@@ -6,6 +6,8 @@ import json
 import signal
 from typing import Any
 
+import numpy as np
+
 from tests.faults.conftest import MakeJob
 from tests.faults.harness import Job, until
 
@@ -30,7 +32,9 @@ class Mine(Task):
 
     def train_step(self, state, batch):
         rate = json.loads((Path(self.context.config_dir) / "hyper.json").read_text())["rate"]
-        return {"w": state["w"] + rate}, {"loss": rate + SHIFT + 0 * batch.mean()}
+        table = jnp.asarray(np.load(Path(self.context.config_dir) / "table.npy"))
+        loss = rate + SHIFT + table.sum() + 0 * batch.mean()
+        return {"w": state["w"] + rate}, {"loss": loss}
 """
 
 
@@ -44,6 +48,7 @@ def made(job: MakeJob) -> Job:
         }
     )
     (one.folder / "mine.py").write_text(TASK)
+    np.save(one.folder / "table.npy", np.zeros(4096, np.float32))
     tune(one, 0.25)
     return one
 
