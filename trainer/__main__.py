@@ -34,6 +34,7 @@ EXAMPLE_GENERATE = """example:
 """
 EXAMPLE_EXPORT = """example:
   python -m trainer export --config job.toml --out exported
+  python -m trainer export --config job.toml --format npz --out state.npz
 """
 
 
@@ -152,12 +153,23 @@ def _export(arguments: Sequence[str]) -> int:
     parser = _parser(
         " export",
         "Write the model of a job as others read it: config.json, model.safetensors and\n"
-        "tokenizer.json, low-rank additions added. It can be named as `pretrained` again.",
+        "tokenizer.json, low-rank additions added. It can be named as `pretrained` again.\n"
+        "With --format the whole state of a job of any task, as one file of arrays.",
         EXAMPLE_EXPORT,
     )
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="a new folder")
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="PATH", help="a new folder; --format: a new file"
+    )
+    parser.add_argument("--format", choices=["npz", "safetensors"], help="one file, any task")
+    parser.add_argument(
+        "--step", type=int, metavar="N", help="with --format: of that step; default: the newest"
+    )
     _add_untrained(parser)
     options = parser.parse_args(arguments)
+    if options.format:
+        return _export_state(options)
+    if options.step is not None:
+        parser.error("--step needs --format")
     settings, config_dir, job_dir = _read(options)
     from trainer.pretrained.export import export
     from trainer.tokenizer import SubwordTokenizer, bytes_as_subwords
@@ -169,6 +181,23 @@ def _export(arguments: Sequence[str]) -> int:
         tokenizer = bytes_as_subwords()
     export(options.out, found.task.architecture, found.params, tokenizer)
     print(f"{options.out}: the model from the {found.source}")
+    return 0
+
+
+def _export_state(options: argparse.Namespace) -> int:
+    """Whatever the task, and without it."""
+    if options.untrained:
+        raise SettingsError("--untrained: only what a job has saved can be written with --format")
+    _, _, job_dir = _read(options)
+    from trainer import checkpoint, saved
+
+    try:
+        path = saved.find(job_dir, options.step)
+        leaves, meta = checkpoint.load_leaves(path)
+        saved.write(options.out, options.format, leaves, {"step": str(meta["step"])})
+    except (OSError, checkpoint.CheckpointRejected) as error:
+        raise SettingsError(str(error)) from None
+    print(printable(f"{options.out}: {len(leaves)} arrays from the checkpoint {path}"))
     return 0
 
 

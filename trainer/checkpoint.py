@@ -361,6 +361,38 @@ def load_pieces(path: Path, target: Host, wanted: Wanted | None = None) -> tuple
     return assembly_of(host), meta
 
 
+def load_leaves(path: Path) -> tuple[dict[str, Any], Meta]:
+    """All leaves (numpy) by their dotted names, and the meta, of whatever task saved them.
+
+    Raises `CheckpointRejected` where the files are not what was saved.
+    """
+    if not (path / FINISHED_MARK).is_file():
+        raise CheckpointRejected(path, f"not finished: {FINISHED_MARK} is missing")
+    if any(path.glob("part-*-of-*")):
+        metas = _read_metas(path)
+        held = Assembly(_read_pieces(path, metas, None))
+        rest = {name: value for name, value in metas[0][1].items() if name != "pieces"}
+        return {piece.name: piece.values for piece in held.leaves()}, rest
+    try:
+        meta = _read_meta(path)
+        saved: dict[str, str] = meta["leaves"]
+        by_leaf: dict[str, str] = meta["digests"]
+        stored = dict(named_leaves(_read_stored(path)))
+        blank = {name: _blank(*_whole_of(form)) for name, form in saved.items()}
+        leaves = {name: _loaded(blank[name], stored[name]) for name in saved}
+    except Exception as error:
+        raise CheckpointRejected(path, _reason("it cannot be read", error)) from error
+    for name, values in leaves.items():
+        if _sha256(values) != by_leaf.get(name):
+            raise CheckpointRejected(path, f"leaf {name} has another digest than when saved")
+    return leaves, meta
+
+
+def _whole_of(form: str) -> tuple[Any, Index]:
+    dtype, shape = parse_form(form)
+    return dtype, whole(shape)
+
+
 def digest_of(path: Path, target: Host) -> str:
     """The digest of all of a checkpoint, whoever holds which part of it; see `digests`."""
     return digests(load(path, target)[0])[2]
@@ -375,8 +407,14 @@ def _load_parts(path: Path, target: Host, wanted: Wanted | None) -> tuple[Assemb
     metas = _read_metas(path)
     found = {one["name"]: one["form"] for _, meta in metas for one in meta["pieces"]}
     _check_forms(path, found, target)
+    rest = {name: value for name, value in metas[0][1].items() if name != "pieces"}
+    return Assembly(_read_pieces(path, _needed(metas, wanted), wanted)), rest
+
+
+def _read_pieces(path: Path, metas: list[tuple[Path, Meta]], wanted: Wanted | None) -> list[Piece]:
+    """What is wanted of these parts; raises `CheckpointRejected`."""
     pieces: list[Piece] = []
-    for own, meta in _needed(metas, wanted):
+    for own, meta in metas:
         entries = meta["pieces"]
         blank = {one["key"]: _blank(parse_form(one["form"])[0], _index(one)) for one in entries}
         try:
@@ -392,8 +430,7 @@ def _load_parts(path: Path, target: Host, wanted: Wanted | None) -> tuple[Assemb
                 raise CheckpointRejected(path, text)
             shape = parse_form(one["form"])[1]
             pieces.append(Piece(name=name, shape=shape, index=index, values=values))
-    rest = {name: value for name, value in metas[0][1].items() if name != "pieces"}
-    return Assembly(pieces), rest
+    return pieces
 
 
 def _read_metas(path: Path) -> list[tuple[Path, Meta]]:
@@ -625,6 +662,15 @@ def _read_state(path: Path, target: Host) -> Host:
         args = ocp.args.Composite(state=ocp.args.StandardRestore(blank))
         restored = _checkpointer().restore(plain, args=args)
     return jax.tree.map(_loaded, target, restored.state)
+
+
+def _read_stored(path: Path) -> Any:
+    """What stands on the disk, as a tree of dicts and lists, without knowing what it was."""
+    import orbax.checkpoint as ocp
+
+    with _plain(path) as plain:
+        args = ocp.args.Composite(state=ocp.args.StandardRestore())
+        return _checkpointer().restore(plain, args=args).state
 
 
 def _stored_blank(leaf: Any) -> Any:

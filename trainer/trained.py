@@ -43,7 +43,8 @@ def read_trained(
     if settings.task != TASK_OF_THE_HOUSE:
         raise SettingsError(
             f'[trainer] task = "{settings.task}": only "{TASK_OF_THE_HOUSE}" can be generated from '
-            "and exported; a task of your own knows best what its state means"
+            "and exported; a task of your own knows best what its state means: trainer.load, and "
+            "export with --format, give it to you as arrays"
         )
     task = LanguageModel(Context.alone(settings, config_dir))
     found = checkpoint.finished(job_dir) or checkpoint.finished(job_dir / "alone")
