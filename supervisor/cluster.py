@@ -20,6 +20,7 @@ from supervisor import ray_calls
 from supervisor.embedded import EmbeddedRay
 from supervisor.errors import EverstepError
 from trainer.child import end_generation, end_orphans, log_path, log_tail, machine
+from trainer.private import IDENTITY_FILE
 from trainer.processes import Identity
 from trainer.snapshot import SnapshotInfo, discard, list_snapshots, sweep
 from trainer.snapshot import directory_of as snapshot_directory
@@ -679,9 +680,12 @@ class RayCluster:
 
         Each slot is asked for a mark that was written here just now. Raises SlotsSetAside.
         """
-        mark = self._run_dir / f".mark-{secrets.token_hex(8)}"
-        text = secrets.token_hex(16)
-        await self._in_thread(_ORDER_LIMIT_S, write_whole, mark, text)
+        mark, text = self._run_dir / f".mark-{secrets.token_hex(8)}", secrets.token_hex(16)
+        try:
+            await self._in_thread(_ORDER_LIMIT_S, write_whole, mark, text)
+        except ClusterError:  # a full disk must not keep a job from going on
+            mark = self._run_dir / IDENTITY_FILE
+            text = await self._in_thread(_ORDER_LIMIT_S, mark.read_text)
         try:
             questions = (
                 self._ask(f"slot {index}", actor, "read_mark", self._epoch, mark.name, limit_s=10.0)
@@ -689,7 +693,8 @@ class RayCluster:
             )
             answers = await asyncio.gather(*questions)
         finally:
-            await self._in_thread(_ORDER_LIMIT_S, mark.unlink, True)  # it may be gone
+            if mark.name != IDENTITY_FILE:
+                await self._in_thread(_ORDER_LIMIT_S, mark.unlink, True)  # it may be gone
         until = asyncio.get_running_loop().time() + _ASIDE_S
         found = {
             node: _Aside(

@@ -1,6 +1,7 @@
 """Slots on a real Ray, one head for all tests here: placing, deaths, leftovers, the end."""
 
 import asyncio
+import errno
 import json
 import os
 import shutil
@@ -61,6 +62,7 @@ class Story:
         self.lost: list[tuple[float, tuple[int, ...], str, bool]] = []
         self.stale: list[str] = []
         self.run_dir = run_dir
+        run_dir.mkdir(parents=True, exist_ok=True)  # as the daemon's lock has
         self.cluster = RayCluster(
             Needs(**needs),
             run_dir,
@@ -217,6 +219,20 @@ def test_ranks_go_by_node_then_by_device() -> None:
     at = ["b", "a", "b", "a", "b"]
     devices = [["10"], ["1"], ["9"], ["0"], []]
     assert rank_order(at, devices) == [4, 2, 0, 3, 1]
+
+
+def test_a_full_disk_does_not_keep_slots_from_being_placed(
+    story: Story, run: Run[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node is lost while the disk is full: the job must go on, and its directory is known."""
+
+    def full(path: Path, text: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    (story.run_dir / "identity.json").write_text("{}")
+    monkeypatch.setattr("supervisor.cluster.write_whole", full)
+    run(story.cluster.place(1, 60))
+    assert (story.run_dir / "identity.json").is_file()
 
 
 def test_slots_start_a_generation_and_tell_a_death_within_a_tenth_of_a_second(
