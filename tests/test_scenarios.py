@@ -377,6 +377,19 @@ SCENARIOS = {
         events=["retry_budget_exhausted", "snapshot_not_kept"],
         check=lambda sim: (kept(sim, 20), sim.virtual_s < 60 or pytest.fail("it waited")),
     ),
+    "the_newest_snapshot_stands_in_for_a_last_save_that_failed": Scenario(
+        faulty(
+            Fault(kind="kill", phase="checkpoint"),
+            steps=1000,
+            checkpoint_every=1000,
+            snapshot_every=1,
+        ),
+        meddle={10.75: stop()},
+        status=5,
+        states=[*START, "DRAINING", "STOPPED"],
+        events=["stop_requested", "worker_crashed", "workers_gone", "snapshot_kept"],
+        check=lambda sim: sim.disk.points or pytest.fail("nothing is saved"),
+    ),
     "a_second_signal_waits_for_no_snapshot": Scenario(
         faulty(Fault(kind="kill", step=25), snapshot_every=1, keep_s=25.0),
         status=3,

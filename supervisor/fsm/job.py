@@ -173,6 +173,7 @@ class Job:
     progress_mark: int = -1
     last_error: str = ""
     same_error: int = 0
+    unsaved: bool = False  # The last save that a stop asked for failed.
     unproven: tuple[str, ...] = ()
     differences: tuple[str, ...] = ()  # What was found not to be as it was, in this run.
     blind_since: float | None = None
@@ -316,6 +317,9 @@ class Job:
         """What went wrong with the numbers themselves must not be where the next run starts."""
         numbers = self.incident is not None and self.incident.cause == "numbers"
         return self.stepped and self.step_max < 0 and not numbers
+
+    def lost_last_save(self, event: Event) -> bool:
+        return self.unsaved
 
     def is_keeping(self, event: Event) -> bool:
         return self.stage == "keeping"
@@ -709,7 +713,8 @@ class Job:
 
     def keep_snapshot(self, event: Event) -> None:
         """The slots, and what is in their memory, are given back when the job has failed."""
-        self.purpose, self.stage = "fail", "keeping"
+        self.purpose = "stop" if self.purpose == "stop" else "fail"
+        self.stage = "keeping"
         self.effects.append(
             KeepSnapshot(generation=self.active, above=self.committed_step, rejected=self.rejected)
         )
@@ -744,6 +749,8 @@ class Job:
         )
 
     def note_failed_save(self, event: Event) -> None:
+        """One that took too long has taken the time that a stop has."""
+        self.unsaved = not isinstance(event, DeadlinePassed)
         self.effects.append(NotifyOperator(message=f"no last checkpoint: {why_of(event)}"))
 
     def quarantine_slots(self, event: ExitUnproven) -> None:

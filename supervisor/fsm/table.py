@@ -363,14 +363,17 @@ FAILURES = [
 
 KEPT_FIRST = "the newest state is in memory only: it goes to the disk for the next run"
 DRAINING = [
-    on(
-        e.StopRequested,
-        S.DRAINING,
-        S.FAILED,
-        "no time to write the newest snapshot to the disk",
-        when="is_keeping hurries",
-        do="finish",
-    ),
+    *[
+        on(
+            e.StopRequested,
+            S.DRAINING,
+            target,
+            "no time to write the newest snapshot to the disk",
+            when=f"is_keeping hurries {purpose}",
+            do="finish",
+        )
+        for target, purpose in ((S.STOPPED, "drains_to_stop"), (S.FAILED, "drains_to_fail"))
+    ],
     *[
         on(
             event,
@@ -512,6 +515,14 @@ DRAINING = [
             on(
                 event,
                 S.DRAINING,
+                None,
+                KEPT_FIRST,
+                when="drains_to_stop lost_last_save holds_newer_state",
+                do=f"{more}keep_snapshot",
+            ),
+            on(
+                event,
+                S.DRAINING,
                 S.STOPPED,
                 "stopped as asked",
                 when="drains_to_stop",
@@ -585,6 +596,14 @@ DRAINING = [
                 "all was committed after all",
                 when="is_keeping drains_to_complete",
                 do="finish",
+            ),
+            on(
+                event,
+                S.DRAINING,
+                S.STOPPED,
+                "stopped as asked; the next run starts from what is on the disk",
+                when="is_keeping drains_to_stop",
+                do=f"{note} finish",
             ),
             on(
                 event,
