@@ -601,6 +601,11 @@ class _Assembly:
             await asyncio.sleep(EPOCH_LOOK_S)
             if (lost := await asyncio.to_thread(self.directory.look)) is not None:
                 self.daemon.note_superseded(lost)
+            try:
+                await asyncio.to_thread(self.lock.check)
+            except Superseded as error:  # what is in /tmp by that name is another daemon's
+                self.daemon.note_superseded(error)
+                return
             await control.mend()
             if time.monotonic() >= touch_at:
                 touch_at = time.monotonic() + TOUCH_EVERY_S

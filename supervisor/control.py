@@ -5,6 +5,7 @@ It carries questions and orders; it decides nothing and never waits without a bo
 
 import asyncio
 import json
+import os
 import socket
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -66,15 +67,11 @@ class Control:
             raise DiskError(f"cannot listen on {self._path}: {error.strerror}") from error
 
     async def mend(self) -> None:
-        """Listen anew if the socket was removed, as cleaners of /tmp do; failing that, later."""
-        try:
-            if self._path.lstat().st_ino == self._inode:
-                return
-        except FileNotFoundError:
-            pass
-        except OSError:
-            return
-        if self._server is None:
+        """Listen anew if the socket was removed, as cleaners of /tmp do; failing that, later.
+
+        One that another daemon has made there since is left alone.
+        """
+        if self._server is None or os.path.lexists(self._path):
             return
         self._server.close()
         try:
@@ -99,10 +96,19 @@ class Control:
         for connection in tuple(self._connections):
             connection.cancel()
         await asyncio.gather(*self._connections, return_exceptions=True)
-        if leave:
+        if leave or not self._is_ours():
             return
         (self._run_dir / ADDRESS_FILE).unlink(missing_ok=True)
         self._path.unlink(missing_ok=True)
+
+    def _is_ours(self) -> bool:
+        """Whether the socket is the one that was made here, or none."""
+        try:
+            return self._path.lstat().st_ino == self._inode
+        except FileNotFoundError:
+            return True
+        except OSError:
+            return False
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()

@@ -230,6 +230,26 @@ def test_a_directory_that_was_moved_or_replaced_is_noticed_on_the_second_look(
 # --- what lies in /tmp and /dev/shm -------------------------------------------------------------
 
 
+def test_the_control_socket_of_a_later_daemon_is_left_alone(tmp_path: Path) -> None:
+    """A frozen daemon that woke took the socket of its successor, and removed it at its end."""
+
+    async def answer(request: dict[str, object]) -> dict[str, object]:
+        return {"ok": True}
+
+    async def story() -> None:
+        first, second = Control(tmp_path, answer), Control(tmp_path, answer)
+        await first.start()
+        await second.start()
+        for touch in (first.mend, first.close):
+            await touch()
+            assert await asyncio.to_thread(ask, tmp_path, {"command": "status"}) == {"ok": True}
+        await second.close()
+
+    open_directory(tmp_path)
+    settle(tmp_path)
+    asyncio.run(story())
+
+
 def test_a_control_socket_that_a_cleaner_removed_is_made_again(tmp_path: Path) -> None:
     """`status`, `stop` and `fault` said that no daemon ran."""
 
