@@ -11,19 +11,21 @@ from pathlib import Path
 import pytest
 
 from supervisor import ray_calls
+from supervisor.embedded import authenticate
 from supervisor.run_code import RunCode
 from tests.supervisor.test_cluster import Story
 
 
 @pytest.fixture
 def address(tmp_path: Path) -> Iterator[str]:
-    """Two raylets as two nodes, a CPU each."""
-    from ray.cluster_utils import Cluster
-
+    """Two raylets as two nodes, a CPU each; with a token, since Ray reads that mode once."""
     before = dict(os.environ)
     for name in [name for name in os.environ if name.startswith("RAY_")]:
         del os.environ[name]
-    os.environ["RAY_AUTH_MODE"] = "disabled"
+    authenticate(tmp_path)
+
+    from ray.cluster_utils import Cluster
+
     cluster = Cluster(
         initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False}
     )
