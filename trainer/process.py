@@ -688,17 +688,32 @@ def _stay_at_signals() -> None:
     for number in _DEFAULTS:
         signal.signal(number, _stay)
         signal.siginterrupt(number, False)  # libraries are not used to interrupted calls
-    os.register_at_fork(after_in_child=_restore_signals)
+    os.register_at_fork(
+        before=_hold_signals, after_in_parent=_release_signals, after_in_child=_restore_signals
+    )
 
 
 def _stay(number: int, frame: Any) -> None:
     """Do nothing; the handler itself is what counts."""
 
 
+_masks = threading.local()
+
+
+def _hold_signals() -> None:
+    """Around a fork: Python forgets in the copy what came before its handlers were restored."""
+    _masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, _DEFAULTS)
+
+
+def _release_signals() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _masks.before)
+
+
 def _restore_signals() -> None:
     for number, default in _DEFAULTS.items():
         if signal.getsignal(number) is _stay:  # the task may have a handler of its own
             signal.signal(number, default)
+    _release_signals()
 
 
 def _end_forked(error: BaseException) -> None:

@@ -29,6 +29,8 @@ TINY: dict[str, Any] = {
     "data": {"path": ["text.txt"], "batch_size": 4, "sequence_length": 16},
     "optimizer": {"warmup_steps": 3},
 }
+OWN: dict[str, Any] = {name: TINY[name] for name in TINY if name not in ("model", "optimizer")}
+"""For a task of one's own, which has no use for the sizes of the built-in one."""
 EVERY_FOUR = {"every_steps": 4, "keep": 2}
 PATIENCE_S = 90.0
 

