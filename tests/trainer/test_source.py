@@ -269,7 +269,7 @@ def test_held_out_rows_are_never_trained_on_and_stay_the_same(folder: Path) -> N
     held_out = [source.held_out_rows(index, slice(0, 4))["tokens"] for index in range(2)]
     texts = [text_of(row) for row in np.concatenate(held_out)]
     assert not trained & set(texts)
-    assert len(set(texts)) == 6
+    assert len({text for text in texts if text.strip("\0")}) == 6  # the rest fills the batch
     assert np.array_equal(source.held_out_rows(1, slice(2, 4))["tokens"], held_out[1][2:])
 
 
@@ -279,7 +279,7 @@ def test_held_out_data_of_ones_own_take_the_place_of_the_fraction(folder: Path) 
     source = open_(folder, packing="none", held_out_path="valid.jsonl")
     assert source.facts()["data_documents"] == 120
     rows = source.held_out_rows(0, slice(0, 4))["tokens"]
-    assert {text_of(row).rstrip("\0") for row in rows} == {"7*7=49|"}
+    assert [text_of(row).rstrip("\0") for row in rows] == ["7*7=49|", "", "", ""]
     with pytest.raises(SettingsError, match="is trained on as well"):
         open_(folder, held_out_path="data.jsonl")
 
