@@ -115,8 +115,7 @@ class Rank:
 
     def signal(self, number: int) -> None:
         """Send a signal; fine if the process is gone."""
-        if self.process.poll() is None:
-            os.kill(self.process.pid, number)
+        self.process.send_signal(number)  # knows of the thread that may be reaping it just now
 
     def end(self) -> None:
         """Kill, reap, and read what was still in the pipe."""
