@@ -36,9 +36,9 @@ class Control:
     """
 
     def __init__(self, run_dir: Path, handler: Handler) -> None:
-        self._run_dir = run_dir
         self._handler = handler
         self._path = socket_path(run_dir)
+        self._address = run_dir / ADDRESS_FILE
         self._server: asyncio.Server | None = None
         self._inode = 0
         self._is_told = False
@@ -61,22 +61,28 @@ class Control:
             self._server = await asyncio.start_unix_server(
                 self._serve, sock=listener, limit=_LINE_LIMIT
             )
-            write_whole(self._run_dir / ADDRESS_FILE, f"{self._path}\n")
+            self._write_address()
         except OSError as error:
             listener.close()
             raise DiskError(f"cannot listen on {self._path}: {error.strerror}") from error
 
     async def mend(self) -> None:
-        """Listen anew if the socket was removed, as cleaners of /tmp do; failing that, later.
+        """Make the socket or the file with its address anew if either was removed; or later.
 
-        One that another daemon has made there since is left alone.
+        Cleaners of /tmp do so. A socket that another daemon has made since is left alone.
         """
-        if self._server is None or os.path.lexists(self._path):
+        if self._server is None:
             return
-        self._server.close()
+        is_there = os.path.lexists(self._path)
+        if is_there and (os.path.lexists(self._address) or not self._is_ours()):
+            return
         try:
-            await self.start()
-        except DiskError as error:
+            if is_there:
+                self._write_address()
+            else:
+                self._server.close()
+                await self.start()
+        except (DiskError, OSError) as error:
             if not self._is_told:
                 _log.warning("control_socket_lost", why=str(error))
             self._is_told = True
@@ -98,8 +104,11 @@ class Control:
         await asyncio.gather(*self._connections, return_exceptions=True)
         if leave or not self._is_ours():
             return
-        (self._run_dir / ADDRESS_FILE).unlink(missing_ok=True)
+        self._address.unlink(missing_ok=True)
         self._path.unlink(missing_ok=True)
+
+    def _write_address(self) -> None:
+        write_whole(self._address, f"{self._path}\n")
 
     def _is_ours(self) -> bool:
         """Whether the socket is the one that was made here, or none."""

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from supervisor.control import Control, ask
+from supervisor.control import ADDRESS_FILE, Control, ask
 from supervisor.embedded import EmbeddedRay, EmbeddedRedis
 from supervisor.errors import AlreadyRunning, DiskError
 from supervisor.lock import acquire, read_holder
@@ -250,8 +250,10 @@ def test_the_control_socket_of_a_later_daemon_is_left_alone(tmp_path: Path) -> N
     asyncio.run(story())
 
 
-def test_a_control_socket_that_a_cleaner_removed_is_made_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("what", ["socket", "address"])
+def test_a_control_socket_that_a_cleaner_removed_is_made_again(what: str, tmp_path: Path) -> None:
     """`status`, `stop` and `fault` said that no daemon ran."""
+    path = socket_path(tmp_path) if what == "socket" else tmp_path / ADDRESS_FILE
 
     async def handler(request: dict[str, object]) -> dict[str, object]:
         return {"ok": True}
@@ -259,12 +261,12 @@ def test_a_control_socket_that_a_cleaner_removed_is_made_again(tmp_path: Path) -
     async def story() -> None:
         control = Control(tmp_path, handler)
         await control.start()
-        socket_path(tmp_path).unlink()
+        path.unlink()
         await control.mend()
         assert await asyncio.to_thread(ask, tmp_path, {"command": "status"})
         await control.close()
         await control.mend()
-        assert not socket_path(tmp_path).exists()
+        assert not path.exists()
 
     asyncio.run(story())
 
