@@ -22,7 +22,7 @@ from supervisor.errors import AlreadyRunning, DiskError
 from supervisor.lock import acquire, read_holder
 from supervisor.run_directory import Watch, identity_record, open_directory, settle, store_name
 from trainer.child import RUN
-from trainer.private import socket_path
+from trainer.private import short_directory, socket_path, touch_sockets
 from trainer.snapshot import directory_of
 
 NOBODY = 65534
@@ -269,6 +269,29 @@ def test_a_control_socket_that_a_cleaner_removed_is_made_again(what: str, tmp_pa
         assert not path.exists()
 
     asyncio.run(story())
+
+
+def test_what_a_job_of_weeks_has_in_tmp_never_looks_old(tmp_path: Path) -> None:
+    """After ten days a cleaner removed the sockets of Ray's session and of the daemon."""
+    control = socket_path(tmp_path)
+    session = short_directory(tmp_path) / f"{os.getpid():08x}"
+    files = (session / "sockets" / "raylet", session / "session.json")
+    record = {"directory": identity_record(tmp_path), "ray": {"temp_dir": str(session)}}
+    (tmp_path / "embedded.json").write_text(json.dumps(record))
+    try:
+        files[0].parent.mkdir(parents=True)
+        for path in (control, *files):
+            path.touch()
+        paths = (control, *files, session, files[0].parent)
+        for path in paths:
+            os.utime(path, (0, 0))
+        EmbeddedRay(tmp_path).touch()
+        touch_sockets(tmp_path)
+        assert min(path.stat().st_mtime for path in paths) > time.time() - 60
+        assert min(path.stat().st_atime for path in paths) > time.time() - 60
+    finally:
+        shutil.rmtree(session)
+        control.unlink()
 
 
 AS_A_VICTIM = """
