@@ -84,8 +84,12 @@ class Roster:
             self.phases[rank] = str(record["phase"])
             return []
         if kind == "disk":
-            why, what = str(record["why"]), f"to write the {record['what']} of rank {rank}"
-            return [e.HousekeepingFailed(at=at, action=what, error=why)] if why else []
+            why, what = str(record["why"]), str(record["what"])
+            if not why or what == "snapshots":  # of these SnapshotFailed tells
+                return []
+            return [
+                e.HousekeepingFailed(at=at, action=f"to write the {what} of rank {rank}", error=why)
+            ]
         first = rank not in self.said.setdefault(kind, {})
         self.said[kind][rank] = record
         if kind == "program_retraced":

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -123,12 +123,14 @@ class Job:
         self.settings |= changed
         self.write(self.settings)
 
-    def start(self, *arguments: str, stdout: int | None = None) -> Daemon:
+    def start(
+        self, *arguments: str, stdout: int | None = None, under: Sequence[str] = ()
+    ) -> Daemon:
         """`python -m supervisor --config job.toml`, and what more there is to say.
 
-        It prints to a file, or to a descriptor `stdout`.
+        It prints to a file, or to a descriptor `stdout`. `under` is a command that becomes it.
         """
-        daemon = Daemon(self, arguments, stdout)
+        daemon = Daemon(self, arguments, stdout, under)
         self.daemons.append(daemon)
         return daemon
 
@@ -284,14 +286,20 @@ class Job:
 class Daemon:
     """One `python -m supervisor`, from its start to its exit status."""
 
-    def __init__(self, job: Job, arguments: tuple[str, ...], stdout: int | None = None) -> None:
+    def __init__(
+        self,
+        job: Job,
+        arguments: tuple[str, ...],
+        stdout: int | None = None,
+        under: Sequence[str] = (),
+    ) -> None:
         self.job = job
         self.started_at = time.time()
         self.output = job.folder / f"daemon-{len(job.daemons) + 1}.log"
         self.before = len(job.records())
         with self.output.open("wb") as opened:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "supervisor", "--config", "job.toml", *arguments],
+                [*under, sys.executable, "-m", "supervisor", "--config", "job.toml", *arguments],
                 cwd=job.folder,
                 env={**os.environ, MARK: job.mark},
                 stdin=subprocess.DEVNULL,

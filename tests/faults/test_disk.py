@@ -29,6 +29,7 @@ full = pytest.mark.full
 
 FULL, READ_ONLY = os.strerror(errno.ENOSPC), os.strerror(errno.EROFS)
 BALLAST = "ballast"
+SMALL_KB = 8  # less than three snapshots of the tiny job
 STANDBY: dict[str, Any] = {
     "recovery.standby": "generation",
     "recovery.snapshot_every_steps": 1,
@@ -349,6 +350,27 @@ def test_an_incident_without_room_for_its_evidence_recovers_all_the_same(
         assert any(FULL in json.dumps(line) for line in told)
         assert tiny.events("housekeeping_failed", action="RecordIncident")
         tiny.must_be_sound()
+
+
+@full
+def test_a_container_with_little_shared_memory_trains_and_says_what_snapshots_need(
+    job: MakeJob, undisturbed: Numbers
+) -> None:
+    """The 64 MB of a container held no state; `status` said nothing, and recoveries were long."""
+    tiny = job(**{**STANDBY, "trainer.options.pace_s": 0.1})
+    small = f'mount -t tmpfs -o size={SMALL_KB}k,mode=1777 small /dev/shm && exec "$@"'
+    daemon = tiny.start(under=("unshare", "--mount", "sh", "-c", small, "sh"))
+    daemon.until("first_step_taken")
+    until(lambda: "snapshots" in troubles(daemon), "trouble with snapshots", 30)
+    rows = [row for row in daemon.status()["disk"] if row["what"] == "snapshots"]
+    assert all("snapshots of this rank need 4224 bytes" in row["why"] for row in rows), rows
+    daemon.until_committed()
+    daemon.strike(1)
+    daemon.until("restore_point_selected", kind="checkpoint")
+    assert daemon.exit_status() == 0
+    tiny.must_equal(undisturbed)
+    assert tiny.result()["failures"] == 1
+    tiny.must_be_sound()
 
 
 def until_journal_is_lost(daemon: Daemon) -> None:

@@ -44,3 +44,4 @@ def test_the_journal_has_the_trouble_once_and_not_its_end() -> None:
     assert isinstance(event, e.HousekeepingFailed)
     assert (event.action, event.error) == ("to write the metrics of rank 0", "x.jsonl: full")
     assert roster.take(record("disk", what="metrics", why=""), 6.0) == []
+    assert roster.take(record("disk", what="snapshots", why="full"), 6.0) == []  # told already
