@@ -105,7 +105,7 @@ def test_a_job_that_ends_while_the_daemon_is_dead_is_completed_by_the_next(
 
 
 @full
-def test_a_head_that_dies_with_its_daemon_is_an_ordinary_failure(
+def test_a_head_that_dies_with_its_daemon_is_charged_to_nobody(
     job: MakeJob, undisturbed: Numbers
 ) -> None:
     """Nothing is left to adopt; the next daemon starts a head of its own and restores."""
@@ -118,7 +118,8 @@ def test_a_head_that_dies_with_its_daemon_is_an_ordinary_failure(
         os.kill(int(pid), signal.SIGKILL)
     second = tiny.start()
     assert second.until("supervisor_restarted")["slots"] is False
-    second.until("slot_lost")
+    second.until("slots_vanished")
+    assert second.until("retry_granted")["budget"] == "none"
     assert second.exit_status() == 0
     tiny.must_equal(undisturbed)
 
