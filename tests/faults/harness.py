@@ -26,6 +26,7 @@ from typing import Any
 import pytest
 
 from supervisor.control import ask
+from supervisor.embedded import EmbeddedRedis
 from supervisor.fsm.events import FAILURES
 from supervisor.journal import read_journal
 from supervisor.lock import is_held
@@ -253,6 +254,8 @@ class Job:
         # Drafts of what is renamed into place once it is whole.
         drafts = list(self.run_dir.glob("*.new")) + list(self.run_dir.glob("*/.*.tmp"))
         held = ["the lock of the job is held"] if is_held(self.run_dir) else []
+        if EmbeddedRedis(self.run_dir).is_alive():
+            held.append("the Redis of the job")
         found = [str(one) for one in [*ours, *drafts] if one.exists()]
         return processes + shared + held + found
 
@@ -280,6 +283,8 @@ class Job:
         for daemon in self.daemons:
             daemon.end()
         end(self.processes(), 10.0)
+        if self.run_dir.exists():
+            EmbeddedRedis(self.run_dir).stop()  # its title hides its environment
         snapshot.sweep(snapshot.directory_of(self.run_dir))
 
 
