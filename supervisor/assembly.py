@@ -534,7 +534,9 @@ class _Assembly:
                 self._spawn(stack, self._follow_steps())
                 status = await self._run(stack, keep_code=keep_code)
                 self.is_renewed = status is None
-                return status
+            if status is not None:
+                self.signals.settle(status)
+            return status
         except DeveloperError as error:
             if lost := self.directory.look() or self.directory.look():
                 raise lost from error  # which explains whatever went wrong with its files

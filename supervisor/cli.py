@@ -100,6 +100,7 @@ def run(options: argparse.Namespace) -> int:
     from supervisor.log import LOG_FILE, configure
     from supervisor.output import appended, errors_beside
     from supervisor.run_directory import open_directory
+    from supervisor.signals import ignore
     from trainer.processes import raise_file_limit
 
     raise_file_limit()
@@ -151,7 +152,8 @@ def run(options: argparse.Namespace) -> int:
             _print_result(run_dir)
         else:
             _log_result(run_dir)
-        return status
+    ignore()
+    return status
 
 
 def check(options: argparse.Namespace) -> int:

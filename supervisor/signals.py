@@ -5,10 +5,17 @@ it runs in the background, where Ctrl-C is meant for another program.
 """
 
 import asyncio
+import os
 import signal
 from collections.abc import Callable
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def ignore() -> None:
+    """For the very end: Python gives handlers back long before the process is gone."""
+    for number in NUMBERS:
+        signal.signal(number, signal.SIG_IGN)
 
 
 class Signals:
@@ -26,3 +33,17 @@ class Signals:
                 signal.signal(number, signal.SIG_IGN)
             else:
                 loop.add_signal_handler(number, self._interrupt, number)
+
+    def settle(self, status: int) -> None:
+        """The job has ended: a signal from now on ends the daemon at once, with its exit status.
+
+        Without it a signal that comes while the interpreter ends would be the status, by which a
+        scheduler would start the job again.
+        """
+        loop = asyncio.get_running_loop()
+        caught = set(NUMBERS) - self._ignored
+        signal.pthread_sigmask(signal.SIG_BLOCK, caught)  # asyncio gives the default back first
+        for number in caught:
+            loop.remove_signal_handler(number)
+            signal.signal(number, lambda *_: os._exit(status))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, caught)

@@ -1,9 +1,12 @@
 """What the shell, `nohup` or a service manager had a daemon ignore stays ignored."""
 
+import signal
 import subprocess
 import sys
 
 import pytest
+
+from supervisor.signals import NUMBERS
 
 LISTEN = """
 import asyncio, os, signal, sys
@@ -39,3 +42,39 @@ def test_a_signal_that_was_ignored_at_the_start_stays_ignored(ignored: str, rece
     command += ["2", "15", "1"]  # SIGINT, SIGTERM, SIGHUP
     done = subprocess.run(command, capture_output=True, text=True, timeout=30)
     assert done.stdout.strip() == received, done.stderr
+
+
+SETTLED = """
+import asyncio, ctypes, sys, time
+from supervisor.signals import Signals, ignore
+
+async def job():
+    signals = Signals(lambda number: None)
+    signals.catch()
+    signals.settle(5)
+
+class Lasting:
+    def __del__(self, wait=ctypes.CDLL(None).usleep, write=ctypes.CDLL(None).write):
+        write(1, b"ended\\n", 6)
+        wait(1_000_000)
+
+asyncio.run(job())
+if sys.argv[1] == "interpreter":  # while it ends
+    ignore()
+    ctypes.lasting = Lasting()
+    sys.exit(5)
+print("ended", flush=True)
+time.sleep(30)
+"""
+
+
+@pytest.mark.parametrize("where", ["job", "interpreter"])
+@pytest.mark.parametrize("number", NUMBERS)
+def test_a_signal_after_the_end_changes_no_exit_status(number: signal.Signals, where: str) -> None:
+    """Ctrl-C right after `stop` made a scheduler start the stopped job again."""
+    command = [sys.executable, "-c", SETTLED, where]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as daemon:
+        assert daemon.stdout is not None
+        assert daemon.stdout.readline() == "ended\n"
+        daemon.send_signal(number)
+        assert daemon.wait(20) == 5
