@@ -158,11 +158,18 @@ def run(options: argparse.Namespace) -> int:
 
 def check(options: argparse.Namespace) -> int:
     """Validate the settings and print what is in force, and where each value came from."""
-    from supervisor.config import Settings, describe, effective, job_directory, template
+    from supervisor.config import (
+        Settings,
+        describe,
+        effective,
+        job_directory,
+        reference,
+        template,
+    )
     from supervisor.preflight import with_address
 
-    if options.defaults:
-        print(template(), end="")
+    if options.defaults or options.reference:
+        print(template() if options.defaults else reference(), end="")
         return 0
     try:
         settings, origins = read_settings(Settings, options.config, options.set)
@@ -496,6 +503,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_json(one)
     one.add_argument(
         "--defaults", action="store_true", help="print an annotated file of all defaults instead"
+    )
+    one.add_argument(
+        "--reference", action="store_true", help="print all settings as a page in Markdown instead"
     )
     one.add_argument(
         "--memory", action="store_true", help="compile the step, tell what a device will hold"

@@ -436,6 +436,37 @@ def template() -> str:
     return "\n".join(lines) + "\n"
 
 
+def reference() -> str:
+    """A page in Markdown with the same, a table per section."""
+    lines = [_REFERENCE_HEAD]
+    table = ""
+    for key, field in walk(Settings):
+        section, _, name = key.rpartition(".")
+        if section != table:
+            about = " ".join(line.removeprefix("# ") for line in _heading(section))
+            lines += [
+                "",
+                f"## `[{section}]`",
+                "",
+                about,
+                "",
+                "| setting | default | |",
+                "| --- | --- | --- |",
+            ]
+            table = section
+        default = field.get_default(call_default_factory=True, validated_data={})
+        about = str(field.description).replace("|", "\\|")
+        lines.append(f"| `{name}` | `{show(default)}` | {about} |")
+    return "\n".join(lines) + "\n"
+
+
+_REFERENCE_HEAD = """\
+# Settings
+
+Every setting of `job.toml`, as `python -m supervisor check --reference` prints them. Names end in
+their unit: `_s` is seconds. `check` prints what is in force in a job, `check --defaults` a file to
+start from."""
+
 _TEMPLATE_HEAD = """\
 # A job for everstep. Every setting is here with its default: what you leave out stays as it is.
 # Names end in their unit: _s is seconds. `python -m supervisor check` says what is in force."""

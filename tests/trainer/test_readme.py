@@ -1,4 +1,4 @@
-"""What the README shows of tasks and loops runs as it stands there."""
+"""What the documents show of tasks and loops runs as it stands there."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from pathlib import Path
 
 import pytest
 
-README = Path(__file__).resolve().parents[2] / "README.md"
+PAGE = Path(__file__).resolve().parents[2] / "deploy" / "docs" / "own-model.md"
 BLOCK = re.compile(
     r"```python\n(# (my_\w+)\.py, and in job\.toml: \[trainer\] (task = [^\n]*)\n.*?)```", re.S
 )
 LINES_MAX = {"my_task": 25, "my_loop": 20}
 
 
-def test_the_readme_shows_a_task_and_a_loop() -> None:
+def test_the_page_shows_a_task_and_a_loop() -> None:
     """The tests below would pass on none."""
-    blocks = {name: code for code, name, _ in BLOCK.findall(README.read_text())}
+    blocks = {name: code for code, name, _ in BLOCK.findall(PAGE.read_text())}
     assert blocks.keys() == LINES_MAX.keys()
     for name, code in blocks.items():
         assert len(code.splitlines()) <= LINES_MAX[name]
 
 
-@pytest.mark.parametrize("block", BLOCK.findall(README.read_text()), ids=lambda one: one[1])
-def test_the_code_of_the_readme_trains(tmp_path: Path, block: tuple[str, str, str]) -> None:
+@pytest.mark.parametrize("block", BLOCK.findall(PAGE.read_text()), ids=lambda one: one[1])
+def test_the_code_of_the_page_trains(tmp_path: Path, block: tuple[str, str, str]) -> None:
     """The first thing that a user copies must run, and learn."""
     code, name, setting = block
     (tmp_path / f"{name}.py").write_text(code)
