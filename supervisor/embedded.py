@@ -29,6 +29,7 @@ from trainer.processes import (
     descendants,
     end,
     environment,
+    has_open_below,
     is_alive,
     is_in_our_world,
     look_at_all,
@@ -170,7 +171,7 @@ class EmbeddedRay:
             tail = "\n".join(output.read_text(errors="replace").splitlines()[-5:])
             raise ClusterUnusable(f"Ray's head did not start; {output} ends with\n{tail}")
         record["address"] = (temp_dir / "ray_current_cluster").read_text().strip()
-        record["processes"] = _find_marked(mark)
+        record["processes"] = _find_marked(record)
         self._record.write(record)
         return str(record["address"])
 
@@ -342,15 +343,23 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _find_marked(mark: str) -> dict[str, list[float]]:
+def _find_marked(record: Mapping[str, Any]) -> dict[str, list[float]]:
     """The processes started with our mark, by the name of their program."""
     found = {}
     for row in look_at_all().values():
-        if row.is_alive and environment(row.identity.pid).get(EMBEDDED_MARK) == mark:
+        if row.is_alive and _is_marked(row.identity.pid, record):
             name = Path(f"/proc/{row.identity.pid}/exe").readlink().name
             key = name if name not in found else f"{name}-{row.identity.pid}"
             found[key] = [row.identity.pid, row.identity.started_at]
     return found
+
+
+def _is_marked(pid: int, record: Mapping[str, Any]) -> bool:
+    """By its environment or, as Ray's agents overwrite parts of it, by the session's files."""
+    if environment(pid).get(EMBEDDED_MARK) == record["mark"]:
+        return True
+    session = _own_temp_dir(record)
+    return session is not None and is_in_our_world(pid) and has_open_below(pid, session)
 
 
 def _all_alive(record: Mapping[str, Any], *names: str) -> bool:
@@ -365,7 +374,7 @@ def _is_ours(process: Identity, record: Mapping[str, Any]) -> bool:
     """
     if not is_alive(process) or not is_in_our_world(process.pid):
         return False
-    if environment(process.pid).get(EMBEDDED_MARK) == record["mark"]:
+    if _is_marked(process.pid, record):
         return True
     with contextlib.suppress(OSError):
         return _place_of(Path(f"/proc/{process.pid}/fd/1")) == record.get("log")
@@ -379,7 +388,7 @@ def _place_of(path: Path) -> list[int]:
 
 def _end_recorded(record: Mapping[str, Any]) -> None:
     """End the recorded processes, what bears their mark, and what is below either."""
-    known = [*record["processes"].values(), *_find_marked(str(record["mark"])).values()]
+    known = [*record["processes"].values(), *_find_marked(record).values()]
     living = {one for one in map(_identity, known) if _is_ours(one, record)}
     rows = look_at_all()
     below = {row.identity for row in descendants([one.pid for one in living], rows)}

@@ -30,7 +30,15 @@ from trainer.private import (
     short_directory,
     tmp_directory,
 )
-from trainer.processes import Identity, end, environment, is_in_our_world, look_at_all
+from trainer.processes import (
+    Identity,
+    descendants,
+    end,
+    environment,
+    has_open_below,
+    is_in_our_world,
+    look_at_all,
+)
 from trainer.snapshot import directories_of, sweep
 from trainer.whole import write_whole
 
@@ -174,20 +182,23 @@ def end_strays(run_dir: Path) -> None:
 
     Raises DiskError naming what could not be ended.
     """
-    found = {
-        row.identity
-        for row in look_at_all().values()
-        if row.is_alive and row.identity.pid != os.getpid() and _is_stray(row.identity, run_dir)
-    }
-    marks = {environment(one.pid).get(EMBEDDED_MARK, "") for one in found}
+    rows = {pid: row for pid, row in look_at_all().items() if row.is_alive and pid != os.getpid()}
+    found = {row.identity for row in rows.values() if _is_stray(row.identity, run_dir)}
     if not found:
         return
+    marks = {environment(one.pid).get(EMBEDDED_MARK, "") for one in found}
+    sessions = [
+        short_directory(run_dir) / name
+        for name in filter(SESSION.fullmatch, {mark[:8] for mark in marks})
+    ]
+    found |= {row.identity for row in descendants([one.pid for one in found], rows)}
+    found |= {row.identity for row in rows.values() if _uses(row.identity.pid, sessions)}
     log.warning("leftovers_ended", pids=sorted(one.pid for one in found), of=str(run_dir))
     if left := end(found, _END_LIMIT_S):
         pids = ", ".join(str(one.pid) for one in left)
         raise DiskError(f"processes of an earlier run in {run_dir} cannot be ended: pid {pids}")
-    for session in filter(SESSION.fullmatch, {mark[:8] for mark in marks}):
-        shutil.rmtree(short_directory(run_dir) / session, ignore_errors=True)
+    for session in sessions:
+        shutil.rmtree(session, ignore_errors=True)
     remove_sockets(run_dir)
 
 
@@ -201,6 +212,11 @@ def _is_stray(process: Identity, run_dir: Path) -> bool:
         output = str(Path(f"/proc/{process.pid}/fd/1").readlink())
         return output.removesuffix(" (deleted)") == str(run_dir / "redis.log")
     return False
+
+
+def _uses(pid: int, sessions: list[Path]) -> bool:
+    """Ray's agents overwrite the environment that they could be known by."""
+    return is_in_our_world(pid) and any(has_open_below(pid, session) for session in sessions)
 
 
 class Watch:

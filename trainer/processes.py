@@ -118,13 +118,25 @@ def descendants(roots: Collection[int], rows: dict[int, Row]) -> list[Row]:
 
 
 def environment(pid: int) -> dict[str, str]:
-    """What a process was started with; empty for one that is gone, dead, or not ours to read."""
+    """What a process was started with; empty for one that is gone, dead, or not ours to read.
+
+    One that gives itself a title has overwritten the beginning, as Ray's agents do, or all of it.
+    """
     try:
         text = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
     except OSError:
         return {}
     pairs = (entry.partition("=") for entry in text.split("\0"))
     return {name: value for name, separator, value in pairs if separator}
+
+
+def has_open_below(pid: int, directory: Path) -> bool:
+    """Whether it has a file below this directory open; one that was deleted counts."""
+    try:
+        links = [str(link.readlink()) for link in Path(f"/proc/{pid}/fd").iterdir()]
+    except OSError:  # gone, not ours to read, or closing files just now
+        return False
+    return any(link.startswith(f"{directory}/") for link in links)
 
 
 def is_in_our_world(pid: int) -> bool:

@@ -235,6 +235,9 @@ def test_the_head_is_private_found_again_and_ended_with_all_that_is_below(
             [sys.executable, "-c", _INTRUDE, address], capture_output=True, text=True, timeout=60
         )
         assert "Authentication" in intruder.stdout + intruder.stderr
+        hidden = subprocess.Popen(  # as an agent whose title has overwritten its mark
+            ["env", "-i", "sleep", "600"], stdout=(temp_dir / "agent.log").open("wb")
+        )
         processes["gcs_server"].kill()
         deadline = time.monotonic() + 5
         while head.is_alive():
@@ -242,6 +245,7 @@ def test_the_head_is_private_found_again_and_ended_with_all_that_is_below(
             time.sleep(0.01)
     finally:
         head.stop()
+    assert hidden.wait(5) == -signal.SIGKILL
     assert not any(one.is_running() and one.status() != "zombie" for one in everything)
     assert not temp_dir.exists()
     assert not head.is_alive()

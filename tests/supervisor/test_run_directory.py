@@ -14,13 +14,22 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from supervisor.control import ADDRESS_FILE, Control, ask
 from supervisor.embedded import EmbeddedRay, EmbeddedRedis
 from supervisor.errors import AlreadyRunning, DiskError
 from supervisor.lock import acquire, read_holder
-from supervisor.run_directory import Watch, identity_record, open_directory, settle, store_name
+from supervisor.run_directory import (
+    EMBEDDED_MARK,
+    Watch,
+    end_strays,
+    identity_record,
+    open_directory,
+    settle,
+    store_name,
+)
 from trainer.child import RUN
 from trainer.private import short_directory, socket_path, touch_sockets
 from trainer.snapshot import directory_of
@@ -204,6 +213,35 @@ def test_what_a_deleted_directory_of_this_path_has_left_is_ended(tmp_path: Path)
         with acquire(run_dir):  # after kill -9 alone they are adopted
             settle(run_dir)
         assert worker.poll() is None
+
+
+def test_what_has_overwritten_its_environment_is_ended_with_its_session(tmp_path: Path) -> None:
+    """One start in four, an agent of the old Ray lived on for a minute: its title hid its mark."""
+    run_dir = tmp_path / "job"
+    run_dir.mkdir()
+    mark = f"{os.getpid():08x}" * 4
+    session = short_directory(run_dir) / mark[:8]
+    session.mkdir(mode=0o700)
+    variables = {RUN: str(run_dir), EMBEDDED_MARK: mark}
+    hidden = ["env", "-i", "bash", "-c", "sleep 600 & echo $!; wait"]
+    with (
+        subprocess.Popen(
+            ["bash", "-c", '"$@" & wait', "bash", *hidden],
+            env={**os.environ, **variables},
+            stdout=subprocess.PIPE,
+        ) as raylet,
+        (session / "agent.log").open("wb") as log,
+        subprocess.Popen(["env", "-i", "sleep", "600"], stdout=log) as agent,
+        subprocess.Popen(["env", "-i", "sleep", "600"]) as other,
+    ):
+        assert raylet.stdout is not None
+        below = psutil.Process(int(raylet.stdout.readline()))
+        end_strays(run_dir)
+        assert raylet.wait(5) == agent.wait(5) == -signal.SIGKILL
+        assert not below.is_running() or below.status() == psutil.STATUS_ZOMBIE
+        assert other.poll() is None
+        assert not session.exists()
+        other.kill()
 
 
 def test_a_directory_that_was_moved_or_replaced_is_noticed_on_the_second_look(
