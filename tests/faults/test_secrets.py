@@ -71,8 +71,8 @@ def test_the_password_of_a_store_of_others_is_shown_nowhere(
     must_not_show(tiny, daemon, [store.password])
     assert run(tiny, "stop", "--now").returncode == 0
     assert daemon.exit_status() == 5
-    checked = run(tiny, "check")
-    assert checked.returncode == 0
+    checked = run(tiny, "check")  # it asks the store, whose password has left this environment
+    assert checked.returncode == (2 if source == "environment" else 0)
     assert store.password not in checked.stdout + checked.stderr
 
 
@@ -113,7 +113,8 @@ def must_not_show(tiny: Job, daemon: Daemon, secrets: list[str]) -> None:
                 texts[f"{what} of {one.pid}"] = Path(f"/proc/{one.pid}/{what}").read_bytes()
     kept = {"ray.token", "embedded.json"}  # of mode 0600, for that purpose
     for path in tiny.run_dir.rglob("*"):
-        if path.is_file() and path.name not in kept:
+        # Links lead to files of the user, which are beside the settings anyway.
+        if path.is_file() and not path.is_symlink() and path.name not in kept:
             texts[str(path)] = path.read_bytes()
     texts["what the daemon said"] = daemon.output.read_bytes()
     for command in (["status", "--json"], ["events", "--json"], ["check", "--json"]):
