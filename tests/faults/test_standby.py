@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from supervisor.run_directory import open_directory, settle
 from tests.faults.conftest import MakeJob
 from tests.faults.harness import EVERY_STEPS, Daemon, Job, Numbers, gone, run, until
 from trainer import snapshot
@@ -306,6 +307,8 @@ def test_a_directory_in_shared_memory_that_is_not_ours_alone_is_left_alone(
     That is the business of whoever made it: nothing of it is used, and nothing is removed.
     """
     tiny = job(**STANDBY)
+    open_directory(tiny.run_dir)
+    settle(tiny.run_dir)  # from here on the name, which nobody can guess, is known to us
     directory = snapshot.directory_of(tiny.run_dir)
     directory.mkdir(mode=0o755)
     directory.chmod(0o755)

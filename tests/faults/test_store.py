@@ -116,7 +116,7 @@ def test_a_store_of_others_that_dies_and_comes_back_empty_harms_no_worker(
 ) -> None:
     """A managed Redis fails over: for seconds nothing, then another one that knows nothing."""
     url = {"heartbeats.redis_url": store.url}
-    tiny = job(**{**IMPATIENT, **url, "trainer.options.pace_s": 0.4})
+    tiny = job(**{**IMPATIENT, **url, "trainer.options.pace_s": 0.8})
     daemon = tiny.start()
     daemon.until("standby_ready")
     workers = pids_of(daemon)
