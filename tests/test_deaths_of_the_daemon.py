@@ -114,7 +114,8 @@ def test_training_goes_on_while_the_daemon_is_dead(tmp_path: Path) -> None:
 
 
 def lines_of_undisturbed(tmp_path: Path) -> float:
-    return simulate(tmp_path / "undisturbed.jsonl", Script(steps=400)).virtual_s
+    sim: Sim = simulate(tmp_path / "undisturbed.jsonl", Script(steps=400))
+    return sim.virtual_s
 
 
 def test_a_crash_while_the_daemon_is_dead_is_an_ordinary_failure(tmp_path: Path) -> None:

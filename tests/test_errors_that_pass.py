@@ -35,7 +35,9 @@ def fail(monkeypatch: pytest.MonkeyPatch, kind: type, name: str, error: Exceptio
 def chosen(sim: Sim) -> dict[str, Any]:
     """The last restore point that was selected."""
     events = [move["event"] for move in sim.moves]
-    return [event for event in events if event["event"] == "restore_point_selected"][-1]
+    found = [event for event in events if event["event"] == "restore_point_selected"]
+    last: dict[str, Any] = found[-1]
+    return last
 
 
 @pytest.mark.parametrize(

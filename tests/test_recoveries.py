@@ -162,7 +162,7 @@ def test_no_progress_counts_a_generation_once_with_a_standby_and_without(tmp_pat
         faults = [Fault(kind="kill", step=60, generation=0, times=99)]
         script = Script(steps=200, checkpoint_every=500, faults=faults)
         limits = Limits(standby=standby, no_progress_max=6, failures_max=-1)
-        sim = simulate(tmp_path / f"{standby}.jsonl", script, limits=limits, limit_s=LIMIT_S)
+        sim: Sim = simulate(tmp_path / f"{standby}.jsonl", script, limits=limits, limit_s=LIMIT_S)
         assert sim.status == 4
         return sim.names.count("worker_crashed")
 

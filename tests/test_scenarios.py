@@ -4,6 +4,8 @@ Each scenario's journal is a golden trace in tests/traces. After a change that i
 them with `pytest tests/test_scenarios.py --rewrite-traces` and read the difference.
 """
 
+# mypy: disable-error-code="func-returns-value"
+# (a scenario's check may be a tuple of checks, each of which asserts and returns nothing)
 from __future__ import annotations
 
 import json
@@ -733,8 +735,14 @@ def test_a_rollback_survives_what_comes_before_it_is_done(how: str) -> None:
     job = Job(limits=Limits(backoff_base_s=4.0))
     machine = JobMachine(job)
     records: list[dict[str, Any]] = [{"kind": "job", "job": job.to_dict()}]
-    seed = {"kind": "seed", "step": 0, "path": "", "saved_by": 0}
-    crash = {"status": None, "signal": "SIGKILL", "phase": "step", "step": 3, "detail": ""}
+    seed: dict[str, Any] = {"kind": "seed", "step": 0, "path": "", "saved_by": 0}
+    crash: dict[str, Any] = {
+        "status": None,
+        "signal": "SIGKILL",
+        "phase": "step",
+        "step": 3,
+        "detail": "",
+    }
     story: list[e.Event] = [
         e.JobStarted(at=1, after=""),
         e.RestorePointSelected(at=2, generation=1, **seed),

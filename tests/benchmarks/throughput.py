@@ -162,7 +162,7 @@ def tokens_per_s(processes: int, steps: int, folder: Path) -> float:
         rows = Tail(run.rows).read()
     finally:
         run.end()
-    step_s = statistics.median(row["step_s"] for row in rows[steps // 3 :])
+    step_s: float = statistics.median(row["step_s"] for row in rows[steps // 3 :])
     return settings.data.batch_size * settings.data.sequence_length / step_s
 
 

@@ -331,11 +331,13 @@ class Daemon:
 
     def until(self, name: str, patience_s: float = PATIENCE_S, **wanted: Any) -> Event:
         """The first event of this name, with these values, that this daemon has journalled."""
-        return self.until_move(
+        move = self.until_move(
             lambda move: move["event"]["event"] == name and wanted.items() <= move["event"].items(),
             f"{name} {wanted}",
             patience_s,
-        )["event"]
+        )
+        event: Event = move["event"]
+        return event
 
     def until_state(self, state: str) -> dict[str, Any]:
         """The first move of this daemon into a state."""
@@ -360,12 +362,14 @@ class Daemon:
 
     def until_committed(self, *, above: int = 0) -> Event:
         """The first checkpoint of this daemon's runs that is beyond a step."""
-        return self.until_move(
+        move = self.until_move(
             lambda move: (
                 move["event"]["event"] == "checkpoint_committed" and move["event"]["step"] > above
             ),
             f"a checkpoint above step {above}",
-        )["event"]
+        )
+        event: Event = move["event"]
+        return event
 
     def until_listening(self) -> None:
         """Orders are heard."""
@@ -722,6 +726,12 @@ def free_ports(count: int) -> int:
 def still_held(job: Job) -> bool:
     """Whether a daemon holds the job's lock."""
     return is_held(job.run_dir)
+
+
+def limit_of(verdict: Event) -> float:
+    """The seconds of silence or of no progress that a verdict allows."""
+    limit_s: float = verdict["deadline_s" if "deadline_s" in verdict else "lease_s"]
+    return limit_s
 
 
 def until(happened: Callable[[], bool], what: str, patience_s: float = PATIENCE_S) -> None:

@@ -9,7 +9,7 @@ import pytest
 from redis import Redis
 
 from tests.faults.conftest import MakeJob
-from tests.faults.harness import Job, Numbers
+from tests.faults.harness import Job, Numbers, limit_of
 
 full = pytest.mark.full
 
@@ -51,7 +51,7 @@ def test_a_worker_that_stands_still_is_found_within_its_deadline(
     others = [one for one in tiny.failures() if one["event"] != "worker_crashed"][1:]
     assert [one["ranks"] for one in others] == [[1], [0]]
     for rank, at, event in zip((1, 0), stopped_at, others, strict=True):
-        limit_s = event.get("deadline_s", event.get("lease_s"))
+        limit_s = limit_of(event)
         note = f"{event['event']}, limit {limit_s} s"
         tiny.figures.add(f"SIGSTOP of rank {rank} to its verdict (s)", event["at"] - at, note)
         assert event["at"] - at < limit_s + 1.0

@@ -9,9 +9,9 @@ from typing import Any
 import psutil
 import pytest
 
-from supervisor.redis_address import PASSWORD_VARIABLE
 from tests.faults.conftest import MakeJob
 from tests.faults.harness import Daemon, Job, Store, run, until
+from trainer.heartbeat import PASSWORD_VARIABLE
 from trainer.snapshot import directory_of
 
 full = pytest.mark.full

@@ -17,7 +17,7 @@ import pytest
 
 from supervisor.run_directory import open_directory, settle
 from tests.faults.conftest import MakeJob
-from tests.faults.harness import EVERY_STEPS, Daemon, Job, Numbers, gone, run, until
+from tests.faults.harness import EVERY_STEPS, Daemon, Job, Numbers, gone, limit_of, run, until
 from trainer import snapshot
 from trainer.processes import Identity, look
 
@@ -75,7 +75,7 @@ def test_a_second_kill_finds_the_standby_half_built_and_waits_for_it(
     daemon.until("first_step_taken", generation=2)
     _, second = strike_in_a_step(daemon, 0)  # its successor's processes have only just begun
     daemon.until("first_step_taken", generation=3)
-    until(lambda: standby_pids(daemon, 4) != (), "a start of generation 4")
+    await_standby(daemon, 4)
     _, third = strike_in_a_step(daemon, 1)
     assert daemon.exit_status() == 0
     tiny.must_equal(undisturbed)
@@ -123,7 +123,7 @@ def test_a_standby_that_dies_again_and_again_is_given_up(
     daemon = tiny.start()
     daemon.until("first_step_taken")
     for generation in (2, 3, 4):
-        until(lambda g=generation: standby_pids(daemon, g) != (), f"a start of {generation}")
+        await_standby(daemon, generation)
         daemon.signal_pid(standby_pids(daemon, generation)[0], signal.SIGKILL)
         daemon.until("standby_lost", generation=generation)
     daemon.until("standby_disabled")
@@ -209,7 +209,7 @@ def test_a_standby_that_dies_while_it_takes_over_is_followed_by_new_workers(
     if built == "ready":
         daemon.until("standby_ready", generation=2)
     else:
-        until(lambda: standby_pids(daemon, 2) != (), "a start of generation 2")
+        await_standby(daemon, 2)
     _, step = strike_in_a_step(daemon, 1)
     first = daemon.until("first_step_taken", generation=3)
     assert daemon.exit_status() == 0
@@ -342,7 +342,7 @@ def test_a_worker_that_stands_still_is_followed_by_the_standby(
     assert verdict["event"] in ("heartbeat_lost", "progress_stalled")
     assert verdict["ranks"] == [rank]
     assert step - 2 <= verdict["step"] <= step  # as its last heartbeat told
-    limit_s = verdict.get("deadline_s", verdict.get("lease_s"))
+    limit_s = limit_of(verdict)
     note = f"{verdict['event']}, limit {limit_s} s"
     tiny.figures.add(
         f"standby, SIGSTOP of rank {rank} to its verdict (s)", verdict["at"] - at, note
@@ -464,7 +464,7 @@ def test_spares_are_faster_than_a_cold_start(job: MakeJob, undisturbed: Numbers)
         daemon = tiny.start()
         daemon.until_step(10)
         if mode == "spares":
-            until(lambda t=tiny: imported_spares(t) == 2, "two spares")
+            await_spares(tiny, 2)
         at, step = strike_in_a_step(daemon, 1)
         first = daemon.until("first_step_taken", generation=2)
         took[mode] = ended_at(tiny, 2, step) - at
@@ -489,7 +489,7 @@ def test_a_spare_that_dies_is_not_missed(job: MakeJob, undisturbed: Numbers) -> 
     tiny = job(**{**STANDBY, "recovery.standby": "spares"})
     daemon = tiny.start()
     daemon.until("first_step_taken")
-    until(lambda: imported_spares(tiny) == 2, "two spares")
+    await_spares(tiny, 2)
     for spare in tiny.processes(EVERSTEP_GENERATION="spare"):
         os.kill(spare.pid, signal.SIGKILL)
     _, step = strike_in_a_step(daemon, 1)
@@ -507,7 +507,7 @@ def test_a_spare_that_became_a_worker_ends_though_its_slot_is_frozen(
     tiny = job(**{**STANDBY, "recovery.standby": "spares"})
     daemon = tiny.start()
     daemon.until("first_step_taken")
-    until(lambda: imported_spares(tiny) == 2, "two spares")
+    await_spares(tiny, 2)
     strike_in_a_step(daemon, 1)
     daemon.until("first_step_taken", generation=2)
     pids = active_pids(daemon)
@@ -661,7 +661,7 @@ def promotion(generation: int, kind: str, step: int, *, saved_by: int) -> dict[s
         def __eq__(self, other: object) -> bool:
             return isinstance(other, dict) and self.items() <= other.items()
 
-        __hash__ = None  # type: ignore[assignment]
+        __hash__ = None
 
     return _Order(generation=generation, kind=kind, step=step, saved_by=saved_by)
 
@@ -690,6 +690,16 @@ def ended_at(tiny: Job, generation: int, step: int) -> float:
 
     until(lambda: found() != [], f"step {step} of generation {generation}")
     return found()[0]
+
+
+def await_standby(daemon: Daemon, generation: int) -> None:
+    """Wait until each rank of the generation that stands by has a process."""
+    until(lambda: standby_pids(daemon, generation) != (), f"a start of {generation}")
+
+
+def await_spares(tiny: Job, count: int) -> None:
+    """Wait until so many spares are ready."""
+    until(lambda: imported_spares(tiny) == count, f"{count} spares")
 
 
 def imported_spares(tiny: Job) -> int:

@@ -272,7 +272,12 @@ class Walk:
         ]
         if fit:
             step, by, kind = max(fit)
-            point = {"kind": kind, "step": step, "path": f"{by}/{step}", "saved_by": by}
+            point: dict[str, Any] = {
+                "kind": kind,
+                "step": step,
+                "path": f"{by}/{step}",
+                "saved_by": by,
+            }
             return e.RestorePointSelected(**common, **point)
         if order.seed_allowed:
             return e.RestorePointSelected(**common, kind="seed", step=0, path="", saved_by=0)
@@ -376,7 +381,12 @@ class Walk:
     def _news(self, common: dict[str, Any], generation: int, step: int) -> e.Event | None:
         step = max(step, 0)
         policy = self.chance.choice(["rollback", "rollback", "stop"])
-        done = {"step": STEPS, "params_digest": "d", "loss": 1.0, "held_out_loss": None}
+        done: dict[str, Any] = {
+            "step": STEPS,
+            "params_digest": "d",
+            "loss": 1.0,
+            "held_out_loss": None,
+        }
         rarely = self.chance.random() < 0.1
         made: list[Callable[[], e.Event | None]] = [
             lambda: e.FirstStepTaken(**common, step=step),
@@ -450,7 +460,8 @@ class Walk:
 
     def _claim_what_was_not_ordered(self) -> None:
         """The door refuses it by name, and nothing changes."""
-        job, common = self.job, {"at": self.now, "generation": self.job.active}
+        job = self.job
+        common: dict[str, Any] = {"at": self.now, "generation": job.active}
         placing = job.state is not S.PROVISIONING or job.stage in ("placing", "capacity")
         if not placing:
             event: e.Event = e.SlotsPlaced(**common, placement=job.placement, slots=())
@@ -481,7 +492,12 @@ class Walk:
             return self.finish(orders[0], calm=True)
         common: dict[str, Any] = {"at": self.at(), "generation": job.active}
         if job.state is S.RUNNING:
-            done = {"step": STEPS, "params_digest": "d", "loss": 1.0, "held_out_loss": None}
+            done: dict[str, Any] = {
+                "step": STEPS,
+                "params_digest": "d",
+                "loss": 1.0,
+                "held_out_loss": None,
+            }
             return e.TrainingCompleted(**common, **done)
         if self.pending:
             return self.finish(self.pending[0], calm=True)

@@ -415,7 +415,8 @@ def walk(seed: int) -> str:
     disk = ChaosDisk(plan)
     cluster = ChaosCluster(plan, disk)
     PlannedJournal.deaths = plan.deaths
-    former, tests.sim.run.MortalJournal = tests.sim.run.MortalJournal, PlannedJournal
+    former = tests.sim.run.MortalJournal
+    tests.sim.run.MortalJournal = PlannedJournal  # type: ignore[misc]
     try:
         try:
             lives = _lives(path, plan, cluster, disk)

@@ -249,7 +249,8 @@ async def life(
             await daemon.performers.call_off()
             await cluster.release(forget=False)
     finally:
-        cluster.on_record = cluster.on_slot_lost = lambda *_: None
+        cluster.on_record = lambda _: None
+        cluster.on_slot_lost = lambda *_: None
         for meddling in meddlings:
             meddling.cancel()
         watcher.cancel()

@@ -411,7 +411,12 @@ class SimCluster:
         self.trained[at] = at + shift
         said = None
         if policy := script.bad_batches.get(at + shift):
-            told = {"metric": "loss", "value": "nan", "policy": policy, "why": "loss is nan"}
+            told: Record = {
+                "metric": "loss",
+                "value": "nan",
+                "policy": policy,
+                "why": "loss is nan",
+            }
             said = ("numbers_diverged", {"step": at, "batch": at + shift, **told})
         elif at == script.replicas_diverge_at and generation == 1:
             agreed = at // script.agreed_every * script.agreed_every
@@ -495,7 +500,7 @@ class SimCluster:
     ) -> float:
         await asyncio.sleep(0.01)
         now = asyncio.get_running_loop().time()
-        error = {"type": fault.error, "message": "boom", "frame": "task.py:7 in f"}
+        error: Record = {"type": fault.error, "message": "boom", "frame": "task.py:7 in f"}
         error |= {"traceback": "…", "user": fault.user}
         match fault.kind:
             case "sleep":
@@ -507,7 +512,7 @@ class SimCluster:
             case "stop":
                 worker.stopped, worker.frozen_at = True, now
             case "raise" | "reject_hard":
-                facts = {"collective": False, "startup": False, "step": step}
+                facts: Record = {"collective": False, "startup": False, "step": step}
                 self.say(worker, "raised", error=error, phase=worker.phase, **facts)
                 self.end(worker, 1, None)
             case "port_taken":
@@ -537,7 +542,7 @@ class SimCluster:
         if any(worker.exit is not None for worker in crew):
             for worker in crew:
                 if worker.well:
-                    error = {"type": "ValueError", "message": "Connection closed by peer"}
+                    error: Record = {"type": "ValueError", "message": "Connection closed by peer"}
                     error |= {"frame": "step.py:1 in f", "traceback": "…", "user": False}
                     facts = {"collective": True, "startup": False, "step": step}
                     self.say(worker, "raised", error=error, phase=phase, **facts)

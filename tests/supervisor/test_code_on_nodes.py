@@ -32,7 +32,7 @@ def address(tmp_path: Path) -> Iterator[str]:
     cluster.add_node(num_cpus=1)
     yield cluster.address
     ray_calls.disconnect()
-    cluster.shutdown()
+    cluster.shutdown()  # type: ignore[no-untyped-call]  # Ray gives it no type
     os.environ.clear()
     os.environ.update(before)
 

@@ -23,7 +23,11 @@ ROW = {"generation": 1, "step": 3, "loss": 1.5}
 
 def text(name: str, content: str | bytes) -> Callable[[Path], None]:
     data = content.encode() if isinstance(content, str) else content
-    return lambda run_dir: (run_dir / name).write_bytes(data) and None
+
+    def write(run_dir: Path) -> None:
+        (run_dir / name).write_bytes(data)
+
+    return write
 
 
 def folder(name: str) -> Callable[[Path], None]:
@@ -34,6 +38,14 @@ def folder(name: str) -> Callable[[Path], None]:
     return make
 
 
+CONTENTS: dict[str, str | bytes] = {
+    "bytes": b"\xff\xfe\x00\n",
+    "nothing": "",
+    "a list": "[1, 2]\n",
+    "null": "null\n",
+    "depth": f"{DEEP}\n",
+    "digits": "1" * 10_000 + "\n",
+}
 WRONG = {"step": "many", "loss": [1], "held_out_loss": {}, "reason": 7, "state": None}
 DAMAGES = {
     f"{what} in {name}": text(name, content)
@@ -45,14 +57,7 @@ DAMAGES = {
         "embedded.json",
         "lock",
     )
-    for what, content in {
-        "bytes": b"\xff\xfe\x00\n",
-        "nothing": "",
-        "a list": "[1, 2]\n",
-        "null": "null\n",
-        "depth": f"{DEEP}\n",
-        "digits": "1" * 10_000 + "\n",
-    }.items()
+    for what, content in CONTENTS.items()
 } | {
     "wrong types in result.json": text("result.json", json.dumps(WRONG)),
     "wrong types in metrics.jsonl": text("metrics.jsonl", json.dumps({**ROW, **WRONG}) + "\n"),

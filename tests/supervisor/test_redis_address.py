@@ -15,9 +15,9 @@ from supervisor.config import HeartbeatSettings, Settings, describe, effective
 from supervisor.embedded import EmbeddedRedis
 from supervisor.errors import ClusterUnusable
 from supervisor.heartbeats import RedisStore, StoreUnavailable
-from supervisor.redis_address import PASSWORD_VARIABLE, address_of, take_password
+from supervisor.redis_address import address_of, take_password
 from tests.relay import Relay
-from trainer.heartbeat import StoreAddress, connect
+from trainer.heartbeat import PASSWORD_VARIABLE, StoreAddress, connect
 from trainer.settings import SettingsError, read_settings
 
 SECRET = "hunter2"

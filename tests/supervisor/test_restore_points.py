@@ -6,13 +6,14 @@ import shutil
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
-from supervisor import restore_points
 from supervisor.restore_points import (
     QUARANTINED_MAX,
+    RestorePoint,
     find,
     flaw,
     prune,
@@ -73,7 +74,7 @@ def in_parts(run_dir: Path, generation: int, step: int, parts: int) -> Path:
     return path
 
 
-def at(points):
+def at(points: Sequence[RestorePoint]) -> list[tuple[int, int]]:
     return [(point.generation, point.step) for point in points]
 
 
@@ -85,7 +86,7 @@ def reason_for(run_dir: Path, path: Path) -> str:
 # --- finding ----------------------------------------------------------------------------------
 
 
-def test_what_orbax_really_leaves_is_found_and_its_torn_save_is_not(tmp_path):
+def test_what_orbax_really_leaves_is_found_and_its_torn_save_is_not(tmp_path: Path) -> None:
     """`latest_step()` names saves that are not on disk yet (maxtext#5260); the disk has none."""
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     run = [sys.executable, "-c", SAVE_AND_DIE, str(tmp_path)]
@@ -100,7 +101,7 @@ def test_what_orbax_really_leaves_is_found_and_its_torn_save_is_not(tmp_path):
     assert at(find(tmp_path)) == [(1, 4), (1, 2)]
 
 
-def test_this_module_needs_neither_jax_nor_orbax():
+def test_this_module_needs_neither_jax_nor_orbax() -> None:
     """The daemon stays small and starts fast."""
     code = "import sys, supervisor.restore_points; print(*sys.modules)"
     run = [sys.executable, "-c", code]
@@ -108,14 +109,14 @@ def test_this_module_needs_neither_jax_nor_orbax():
     assert not {"jax", "orbax", "tensorstore", "numpy"} & set(loaded)
 
 
-def test_the_newest_step_comes_first_and_the_newest_generation_of_it(tmp_path):
+def test_the_newest_step_comes_first_and_the_newest_generation_of_it(tmp_path: Path) -> None:
     """A generation that started from an older step may have done the same step again."""
     for generation, step in [(1, 10), (2, 5), (3, 10), (2, 100), (1, 9)]:
         checkpoint(tmp_path, generation, step)
     assert at(find(tmp_path)) == [(2, 100), (3, 10), (1, 10), (1, 9), (2, 5)]
 
 
-def test_a_generation_that_was_never_active_offers_nothing(tmp_path):
+def test_a_generation_that_was_never_active_offers_nothing(tmp_path: Path) -> None:
     """Fencing is by name: a worker that woke up an hour later wrote where nobody looks."""
     checkpoint(tmp_path, 1, 10)
     checkpoint(tmp_path, 7, 99)
@@ -124,12 +125,12 @@ def test_a_generation_that_was_never_active_offers_nothing(tmp_path):
     assert [one.reason for one in rejected] == ["generation 7 was never active"]
 
 
-def test_a_run_without_checkpoints_has_no_restore_points(tmp_path):
+def test_a_run_without_checkpoints_has_no_restore_points(tmp_path: Path) -> None:
     """The very first start."""
     assert survey(tmp_path) == ([], [])
 
 
-def empty(path):
+def empty(path: Path) -> None:
     path.write_bytes(b"")
 
 
@@ -161,7 +162,9 @@ def empty(path):
         (lambda p: (p / "state" / "d").rename(p / "state" / "e"), "holds no data"),
     ],
 )
-def test_damage_of_any_kind_is_a_rejection_with_its_reason(tmp_path, damage, reason):
+def test_damage_of_any_kind_is_a_rejection_with_its_reason(
+    tmp_path: Path, damage: Callable[[Path], object], reason: str
+) -> None:
     """SIGKILL in a save or a deletion, a full disk, a curious hand: the previous one is used."""
     checkpoint(tmp_path, 1, 4)
     path = checkpoint(tmp_path, 1, 5)
@@ -171,7 +174,7 @@ def test_damage_of_any_kind_is_a_rejection_with_its_reason(tmp_path, damage, rea
 
 
 @pytest.mark.parametrize("name", ["7", "07", "7.orbax-checkpoint-tmp", "-3", "7.0", "notes"])
-def test_an_empty_directory_is_no_checkpoint_whatever_its_name(tmp_path, name):
+def test_an_empty_directory_is_no_checkpoint_whatever_its_name(tmp_path: Path, name: str) -> None:
     """Orbax takes any integer-named directory for a finished step unless told otherwise."""
     path = tmp_path / "checkpoints" / "generation-1" / name
     path.mkdir(parents=True)
@@ -179,7 +182,7 @@ def test_an_empty_directory_is_no_checkpoint_whatever_its_name(tmp_path, name):
     assert reason_for(tmp_path, path)
 
 
-def test_strangers_are_told_and_left_alone(tmp_path):
+def test_strangers_are_told_and_left_alone(tmp_path: Path) -> None:
     """An editor's backup beside the checkpoints must neither stop a recovery nor be deleted."""
     checkpoint(tmp_path, 1, 4)
     root = tmp_path / "checkpoints"
@@ -194,7 +197,7 @@ def test_strangers_are_told_and_left_alone(tmp_path):
     assert (root / "README").read_text() == "mine"
 
 
-def test_checkpoints_may_be_a_link_to_another_disk(tmp_path):
+def test_checkpoints_may_be_a_link_to_another_disk(tmp_path: Path) -> None:
     """`ln -s /big/disk checkpoints`: workers saved through it, and no recovery found what they had.
 
     Looking, setting aside and retention all work on the disk behind the link.
@@ -212,7 +215,7 @@ def test_checkpoints_may_be_a_link_to_another_disk(tmp_path):
     assert at(find(run_dir)) == [(1, 30), (1, 20)]
 
 
-def test_a_link_whose_disk_is_not_mounted_is_not_an_empty_directory(tmp_path):
+def test_a_link_whose_disk_is_not_mounted_is_not_an_empty_directory(tmp_path: Path) -> None:
     """Starting over from the seed because a mount came late would lose the whole run."""
     (tmp_path / "checkpoints").symlink_to(tmp_path / "not-mounted")
     with pytest.raises(OSError, match="No such file"):
@@ -220,7 +223,7 @@ def test_a_link_whose_disk_is_not_mounted_is_not_an_empty_directory(tmp_path):
 
 
 @pytest.mark.parametrize("linked", ["generation-1", "5", "commit_success.txt"])
-def test_below_checkpoints_no_symbolic_link_is_followed(tmp_path, linked):
+def test_below_checkpoints_no_symbolic_link_is_followed(tmp_path: Path, linked: str) -> None:
     """What lies outside is not ours to trust, to move or to delete."""
     run_dir, outside = tmp_path / "run", tmp_path / "outside"
     path = checkpoint(run_dir, 1, 5)
@@ -238,11 +241,13 @@ def test_below_checkpoints_no_symbolic_link_is_followed(tmp_path, linked):
     assert outside.exists()
 
 
-def test_a_disk_that_cannot_be_read_is_not_an_empty_one(tmp_path, monkeypatch):
+def test_a_disk_that_cannot_be_read_is_not_an_empty_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Starting from the seed because a mount was slow would lose the whole run."""
     checkpoint(tmp_path, 1, 5)
 
-    def refuse(self):
+    def refuse(self: Path) -> None:
         raise PermissionError(13, "refused", str(self))
 
     monkeypatch.setattr(Path, "iterdir", refuse)
@@ -250,12 +255,14 @@ def test_a_disk_that_cannot_be_read_is_not_an_empty_one(tmp_path, monkeypatch):
         find(tmp_path)
 
 
-def test_one_that_is_deleted_while_it_is_looked_at_hides_no_other(tmp_path, monkeypatch):
+def test_one_that_is_deleted_while_it_is_looked_at_hides_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Retention ran beside the search of a recovery, which took that for a disk out of order."""
     old, new = checkpoint(tmp_path, 1, 10), checkpoint(tmp_path, 1, 20)
     look = Path.iterdir
 
-    def deleted_meanwhile(self):
+    def deleted_meanwhile(self: Path) -> Iterator[Path]:
         if self == old / "state" / "d":
             shutil.rmtree(old)
         return look(self)
@@ -269,7 +276,9 @@ def test_one_that_is_deleted_while_it_is_looked_at_hides_no_other(tmp_path, monk
 # --- setting aside ----------------------------------------------------------------------------
 
 
-def test_a_rejected_one_is_set_aside_with_its_reason_and_the_previous_one_is_next(tmp_path):
+def test_a_rejected_one_is_set_aside_with_its_reason_and_the_previous_one_is_next(
+    tmp_path: Path,
+) -> None:
     """A worker found a digest that does not match; nobody tries that one again."""
     checkpoint(tmp_path, 1, 4)
     checkpoint(tmp_path, 1, 5)
@@ -280,7 +289,7 @@ def test_a_rejected_one_is_set_aside_with_its_reason_and_the_previous_one_is_nex
     assert reason == "the digest of w does not match\n"
 
 
-def test_the_same_step_may_be_set_aside_twice(tmp_path):
+def test_the_same_step_may_be_set_aside_twice(tmp_path: Path) -> None:
     """It was done again, and was bad again."""
     places = set()
     for _ in range(3):
@@ -290,7 +299,7 @@ def test_the_same_step_may_be_set_aside_twice(tmp_path):
     assert all(place.is_dir() for place in places)
 
 
-def test_what_all_replicas_agreed_on_outlives_newer_ones(tmp_path):
+def test_what_all_replicas_agreed_on_outlives_newer_ones(tmp_path: Path) -> None:
     """Compared more rarely than saved: else nothing is left to go back to if replicas differ."""
     for step in (10, 20, 30, 40):
         checkpoint(tmp_path, 1, step)
@@ -298,7 +307,7 @@ def test_what_all_replicas_agreed_on_outlives_newer_ones(tmp_path):
     assert at(gone) == [(1, 20)]
 
 
-def test_a_rollback_sets_aside_whatever_lies_above_its_target(tmp_path):
+def test_a_rollback_sets_aside_whatever_lies_above_its_target(tmp_path: Path) -> None:
     """Else later saves of the same steps are silently skipped (orbax#527)."""
     for generation, step in [(1, 10), (1, 20), (2, 30), (3, 20)]:
         checkpoint(tmp_path, generation, step)
@@ -310,7 +319,7 @@ def test_a_rollback_sets_aside_whatever_lies_above_its_target(tmp_path):
     assert not unfinished.exists()
 
 
-def test_a_link_in_place_of_the_quarantine_is_refused(tmp_path):
+def test_a_link_in_place_of_the_quarantine_is_refused(tmp_path: Path) -> None:
     """Moving checkpoints out of the run directory is not ours to do."""
     outside = tmp_path / "outside"
     outside.mkdir()
@@ -326,7 +335,7 @@ def test_a_link_in_place_of_the_quarantine_is_refused(tmp_path):
 # --- retention --------------------------------------------------------------------------------
 
 
-def test_retention_keeps_the_newest_verified_ones_and_all_above_them(tmp_path):
+def test_retention_keeps_the_newest_verified_ones_and_all_above_them(tmp_path: Path) -> None:
     """The newest may not have been read back yet; it is not yet what one can rely on."""
     for step in (10, 20, 30, 40, 50):
         checkpoint(tmp_path, 1, step)
@@ -335,7 +344,7 @@ def test_retention_keeps_the_newest_verified_ones_and_all_above_them(tmp_path):
     assert at(find(tmp_path)) == [(1, 50), (1, 40), (1, 30)]
 
 
-def test_unverified_ones_never_push_out_a_verified_one(tmp_path):
+def test_unverified_ones_never_push_out_a_verified_one(tmp_path: Path) -> None:
     """Five unverified saves and one verified: the verified one is all there is to rely on."""
     for step in (10, 20, 30, 40, 50, 60):
         checkpoint(tmp_path, 1, step)
@@ -343,7 +352,7 @@ def test_unverified_ones_never_push_out_a_verified_one(tmp_path):
     assert len(find(tmp_path)) == 6
 
 
-def test_verified_elsewhere_does_not_count_here(tmp_path):
+def test_verified_elsewhere_does_not_count_here(tmp_path: Path) -> None:
     """What the journal calls verified may have been quarantined or deleted since."""
     for step in (10, 20):
         checkpoint(tmp_path, 1, step)
@@ -351,13 +360,13 @@ def test_verified_elsewhere_does_not_count_here(tmp_path):
     assert len(find(tmp_path)) == 2
 
 
-def test_keeping_fewer_than_two_is_refused(tmp_path):
+def test_keeping_fewer_than_two_is_refused(tmp_path: Path) -> None:
     """One checkpoint is none when it turns out to be damaged."""
     with pytest.raises(ValueError, match="at least 2"):
         prune(tmp_path, keep=1, verified=set())
 
 
-def test_a_save_under_way_is_left_alone_by_retention(tmp_path):
+def test_a_save_under_way_is_left_alone_by_retention(tmp_path: Path) -> None:
     """It has no commit marker yet, and its generation lives."""
     for step in (10, 20, 30):
         checkpoint(tmp_path, 1, step)
@@ -370,17 +379,19 @@ def test_a_save_under_way_is_left_alone_by_retention(tmp_path):
     assert not under_way.exists()
 
 
-def test_a_deletion_cut_short_leaves_nothing_that_looks_like_a_checkpoint(tmp_path, monkeypatch):
+def test_a_deletion_cut_short_leaves_nothing_that_looks_like_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Orbax deletes in place: a SIGKILL in there leaves half a step under its own name."""
     for step in (10, 20, 30):
         checkpoint(tmp_path, 1, step)
 
-    def killed(path):
+    def killed(path: Path) -> None:
         (path / "state" / "d" / "00ff").unlink()
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(restore_points.shutil, "rmtree", killed)
+        patched.setattr(shutil, "rmtree", killed)
         with pytest.raises(KeyboardInterrupt):
             prune(tmp_path, keep=2, verified={(1, 10), (1, 20), (1, 30)})
     assert survey(tmp_path)[1] == []
@@ -389,7 +400,7 @@ def test_a_deletion_cut_short_leaves_nothing_that_looks_like_a_checkpoint(tmp_pa
     assert list((tmp_path / "checkpoints" / "trash").iterdir()) == []
 
 
-def test_deleting_never_follows_a_link_inside_a_checkpoint(tmp_path):
+def test_deleting_never_follows_a_link_inside_a_checkpoint(tmp_path: Path) -> None:
     """Somebody moved the large files to another disk and left links."""
     outside = tmp_path / "outside"
     outside.mkdir()
@@ -402,7 +413,7 @@ def test_deleting_never_follows_a_link_inside_a_checkpoint(tmp_path):
     assert (outside / "precious").read_text() == "data"
 
 
-def test_the_quarantine_does_not_fill_the_disk(tmp_path):
+def test_the_quarantine_does_not_fill_the_disk(tmp_path: Path) -> None:
     """A run that diverges once an hour for a month."""
     for step in range(QUARANTINED_MAX + 3):
         checkpoint(tmp_path, 1, step)
@@ -413,7 +424,7 @@ def test_the_quarantine_does_not_fill_the_disk(tmp_path):
     assert sum(one.is_file() for one in held) == QUARANTINED_MAX + 3
 
 
-def test_a_checkpoint_in_parts_counts_when_all_of_them_are_whole(tmp_path):
+def test_a_checkpoint_in_parts_counts_when_all_of_them_are_whole(tmp_path: Path) -> None:
     """One rank's part on a disk that was lost must not be found out while workers wait."""
     whole = in_parts(tmp_path, 1, 5, parts=2)
     lacking = in_parts(tmp_path, 1, 6, parts=3)
@@ -430,7 +441,7 @@ def test_a_checkpoint_in_parts_counts_when_all_of_them_are_whole(tmp_path):
     assert sweep_unfinished(tmp_path) == [unfinished]
 
 
-def test_a_committed_checkpoint_that_cannot_be_used_has_a_reason(tmp_path):
+def test_a_committed_checkpoint_that_cannot_be_used_has_a_reason(tmp_path: Path) -> None:
     """A flipped bit in its metadata made it invisible, and nobody was told why."""
     path = checkpoint(tmp_path, 1, 10)
     assert flaw(tmp_path, 1, 10) == ""

@@ -3,6 +3,8 @@
 Started by a test with XLA_FLAGS for eight devices; a process has its number of devices for life.
 """
 
+# mypy: allow-untyped-calls
+# (parts of jax carry no types)
 from __future__ import annotations
 
 import json

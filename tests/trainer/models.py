@@ -54,7 +54,8 @@ def tensors(config: Mapping[str, Any], seed: int = 0) -> Tensors:
     size = config.get("head_dim", width // heads)
 
     def matrix(*shape: int) -> NDArray[Any]:
-        return (draw.normal(size=shape) * shape[-1] ** -0.5).astype(np.float32)
+        drawn: NDArray[Any] = draw.normal(size=shape) * shape[-1] ** -0.5
+        return drawn.astype(np.float32)
 
     def scale(length: int) -> NDArray[Any]:
         return (1 + 0.2 * draw.normal(size=length)).astype(np.float32)

@@ -41,14 +41,16 @@ def logits(config: Mapping[str, Any], tensors: Tensors, tokens: list[int]) -> Ar
 
 def norm(values: Array, scale: Array, epsilon: float) -> Array:
     """RMSNorm over the last axis."""
-    return values / np.sqrt((values**2).mean(-1, keepdims=True) + epsilon) * scale
+    normed: Array = values / np.sqrt((values**2).mean(-1, keepdims=True) + epsilon) * scale
+    return normed
 
 
 def feed(block: Mapping[str, Array], values: Array) -> Array:
     """SwiGLU."""
     gate = values @ block["mlp.gate_proj.weight"].T
     up = values @ block["mlp.up_proj.weight"].T
-    return (gate / (1 + np.exp(-gate)) * up) @ block["mlp.down_proj.weight"].T
+    gated: Array = gate / (1 + np.exp(-gate)) * up
+    return gated @ block["mlp.down_proj.weight"].T
 
 
 def attention(config: Mapping[str, Any], block: Mapping[str, Array], values: Array) -> Array:
@@ -91,11 +93,12 @@ def scaled(scaling: Mapping[str, Any] | None, frequencies: Array) -> Array:
     """The formulas of Llama 3.1 and of linear scaling."""
     if scaling is None:
         return frequencies
-    factor = scaling["factor"]
+    factor: float = scaling["factor"]
     if scaling["rope_type"] == "linear":
         return frequencies / factor
-    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    original = scaling["original_max_position_embeddings"]
+    low: float = scaling["low_freq_factor"]
+    high: float = scaling["high_freq_factor"]
+    original: int = scaling["original_max_position_embeddings"]
     lengths = 2 * np.pi / frequencies
-    smooth = np.clip((original / lengths - low) / (high - low), 0, 1)
+    smooth: Array = np.clip((original / lengths - low) / (high - low), 0, 1)
     return (1 - smooth) * frequencies / factor + smooth * frequencies

@@ -19,9 +19,14 @@ def test_a_copy_gives_its_text_and_is_reaped() -> None:
     assert not os.path.exists(f"/proc/{told.removeprefix('from ')}")  # noqa: PTH110
 
 
+def hang() -> str:
+    time.sleep(600)
+    return "too late"
+
+
 def test_a_copy_is_ended_at_once() -> None:
     """A recovery took twice as long while a thread of the standby was tracing."""
-    copy = Aside(lambda: str(time.sleep(600)))
+    copy = Aside(hang)
     answers: list[str | None] = []
     waiting = threading.Thread(target=lambda: answers.append(copy.answer(60.0)))
     waiting.start()
@@ -34,4 +39,4 @@ def test_a_copy_is_ended_at_once() -> None:
 def test_a_copy_that_fails_or_hangs_gives_no_answer() -> None:
     """It is forked from a process with threads: what it waits for may never come."""
     assert Aside(lambda: str(1 / 0)).answer(20.0) is None
-    assert Aside(lambda: str(time.sleep(600))).answer(0.2) is None
+    assert Aside(hang).answer(0.2) is None

@@ -7,7 +7,7 @@ import gzip
 import json
 import lzma
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ def learned(part: Part) -> str:
     return "".join("|" if token == 256 else chr(token) for token in kept)
 
 
-def save_dataset(folder: Path, rows: list[Mapping[str, Any]], shards: int = 1) -> None:
+def save_dataset(folder: Path, rows: Sequence[Mapping[str, Any]], shards: int = 1) -> None:
     """What `Dataset.save_to_disk` of Hugging Face writes."""
     folder.mkdir(parents=True)
     names = [f"data-{index:05}-of-{shards:05}.arrow" for index in range(shards)]

@@ -65,7 +65,7 @@ def test_a_kill_costs_an_example_no_bit(examples: World, task: str, package: str
     # The one that always runs is the hardest: no rank holds its state in whole.
     mesh = {"dp": 1, "tp": 2} if task == "model_trainer:main" else {}
     trained = settings(task, mesh=mesh)
-    keep = {"trainer": trained, "snapshots": keeping(directory)}
+    keep: dict[str, Any] = {"trainer": trained, "snapshots": keeping(directory)}
     active = examples.launch(**keep, faults={1: [fault("sleep", step=9)]})
     active[1].until("drill")
     standby = examples.launch(generation=2, role="standby", **keep)

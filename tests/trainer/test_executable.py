@@ -266,11 +266,12 @@ def test_a_note_that_cannot_be_read_or_trusted_costs_a_trace(folder: Path, layou
     """The note names a file that is unpickled."""
     first = choose(folder, layout)
     (note,) = folder.glob("*.json")
-    for harm in (
+    harms: tuple[Callable[[], None], ...] = (
         lambda: write(note, "{"),
         lambda: write(note, json.dumps({"run": 1, "program": "../../elsewhere"})),
         lambda: note.chmod(0o666),
-    ):
+    )
+    for harm in harms:
         harm()
         assert choose(folder, layout).traced
         note.chmod(0o600)

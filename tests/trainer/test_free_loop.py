@@ -94,7 +94,8 @@ class Run:
 
 def add(worker: Worker) -> None:
     """The smallest loop that keeps the contract."""
-    state = {"total": jnp.zeros(3), "key": jax.random.key(worker.settings.seed), "calls": 0}
+    state: dict[str, Any] = {"total": jnp.zeros(3)}
+    state |= {"key": jax.random.key(worker.settings.seed), "calls": 0}
     state = worker.restore(state)
     for step in worker.steps():
         key, noise = jax.random.split(state["key"])
@@ -140,7 +141,7 @@ def test_a_loop_that_stands_by_compiles_on_a_copy_and_waits_in_restore(tmp_path:
 
         def warm_up(state: Any) -> None:
             order.append("warm up")
-            jax.block_until_ready(update(state))
+            jax.block_until_ready(update(state))  # type: ignore[no-untyped-call]
 
         state = worker.restore((jnp.zeros(2), jax.random.key(1)), warm_up=warm_up)
         order.append("restored")

@@ -32,7 +32,8 @@ def ours(path: Path, tokens: list[int]) -> np.ndarray[Any, Any]:
     found = open_pretrained(str(path), "/")
     params = {name: value.whole() for name, value in found.values.items()}
     run = jax.jit(functools.partial(model.forward, found.architecture))
-    return np.asarray(run(params, np.array([tokens])))[0]
+    logits: np.ndarray[Any, Any] = np.asarray(run(params, np.array([tokens])))[0]
+    return logits
 
 
 @pytest.mark.parametrize("kind", models.FAMILY)

@@ -16,7 +16,8 @@ from trainer.config import DataSettings
 from trainer.data import ray_parts
 from trainer.data.cache_files import write_table
 from trainer.data.source import Source, open_source
-from trainer.data.store import DataDamaged, DataUnavailable
+from trainer.data.store import DataDamaged
+from trainer.disk_errors import DataUnavailable
 from trainer.settings import SettingsError
 from trainer.tokenizer import BytesTokenizer
 
@@ -164,6 +165,6 @@ def test_a_ray_dataset_is_executed_once_in_its_own_order(folder: Path) -> None:
 def _is_of(process: psutil.Process, folder: Path) -> bool:
     """Whether a process of Ray that this execution started is left."""
     try:
-        return process.pid != os.getpid() and process.cwd() == str(folder)
+        return process.pid != os.getpid() and bool(process.cwd() == str(folder))
     except psutil.Error:
         return False

@@ -203,7 +203,7 @@ def test_low_rank_additions_are_those_of_the_reference(tmp_path: Path) -> None:
 
     folder = make_reference.write_model(tmp_path / "model", "llama")
     found = open_pretrained(str(folder), "/")
-    base = {name: value.whole() for name, value in found.values.items()}
+    base: dict[str, Any] = {name: value.whole() for name, value in found.values.items()}
     low_rank = model.init_low_rank(found.architecture, 4, MATRICES, jax.random.key(1))
     key = jax.random.key(2)
     low_rank = {

@@ -63,7 +63,7 @@ def test_a_kill_costs_a_sharded_state_no_bit(
     shutil.rmtree(world.job_dir / "checkpoints")
     (world.job_dir / "metrics.jsonl").unlink()
 
-    keep = {"trainer": over(**mesh), "snapshots": keeping(directory)}
+    keep: dict[str, Any] = {"trainer": over(**mesh), "snapshots": keeping(directory)}
     active = world.launch(**keep, faults={1: [fault("sleep", step=9)]})
     active[1].until("drill")
     standby = world.launch(generation=2, role="standby", **keep)

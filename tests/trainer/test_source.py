@@ -64,7 +64,7 @@ class Counting:
 
 def open_(folder: Path, tokenizer: Any = None, *, seed: int = 7, **more: Any) -> Source:
     values = {"path": ("data.jsonl",), "batch_size": 4, "sequence_length": 24, **more}
-    given = Counting() if tokenizer is None else tokenizer
+    given: Any = Counting() if tokenizer is None else tokenizer
     return open_source(
         DataSettings.model_validate(values), given, folder, seed=seed, held_out_batches=2
     )
@@ -222,9 +222,9 @@ def test_every_token_that_counts_weighs_one_in_every_epoch(
     values = {"batch_size": 1, "sequence_length": length}
     with tempfile.TemporaryDirectory() as folder:
         store = open_or_build(Path(folder), "key", size + 1, lambda: iter(parts), lambda: None)
+        settings_ = DataSettings.model_validate(values)
         make = functools.partial(
-            *(PackedRows, store, packing, DataSettings.model_validate(values)),
-            **{"seed": 1, "held_out_batches": 1, "byte_tokens": False},
+            PackedRows, store, packing, settings_, seed=1, held_out_batches=1, byte_tokens=False
         )
         if not targets:
             with pytest.raises(SettingsError, match="make 0 rows"):
@@ -501,13 +501,7 @@ def test_what_only_a_person_can_change_is_a_mistake(
     """Trying again for an hour does not give a right to read."""
     monkeypatch.setattr(Path, "open", failing("open", number, "data.jsonl"))
     with pytest.raises(SettingsError, match=r"data\.jsonl: cannot be read as"):
-        open_source(
-            DataSettings(path=("data.jsonl",), batch_size=4, sequence_length=24),
-            Counting(),
-            folder,
-            seed=1,
-            held_out_batches=1,
-        )
+        open_(folder)
 
 
 def test_a_plan_that_cannot_be_kept_is_made_at_every_start(folder: Path) -> None:

@@ -353,8 +353,8 @@ def test_all_bits_of_the_seed_count(folder: Path) -> None:
 def test_a_small_seed_means_what_it_means_to_jax(folder: Path) -> None:
     """Runs that exist begin with these weights."""
     for seed in (0, 7, 2**32 - 1):
-        bits = [jax.random.key_data(key) for key in (step.seed_key(seed), jax.random.key(seed))]
-        assert np.array_equal(*bits)
+        ours, theirs = (jax.random.key_data(k) for k in (step.seed_key(seed), jax.random.key(seed)))
+        assert np.array_equal(ours, theirs)
 
 
 def test_a_mesh_that_does_not_fit_the_devices_is_a_mistake_in_the_settings() -> None:

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,17 @@ from trainer.worker import RECORDS_KEPT, ResilientWorker
 
 STAND_IN = Path(__file__).with_name("stand_in.py")
 EPOCH = 3
+
+
+def spec_in(run_dir: Path, /, generation: int = 1, **spec: Any) -> dict[str, Any]:
+    return {
+        "generation": generation,
+        "rank": 1,
+        "run_dir": str(run_dir),
+        "config_dir": str(run_dir),
+        "beat_file": str(run_dir / "beats" / f"g{generation}"),
+        **spec,
+    }
 
 
 class Slot:
@@ -46,14 +56,7 @@ class Slot:
         return int(answer["pid"])
 
     def spec(self, generation: int = 1, **spec: Any) -> dict[str, Any]:
-        return {
-            "generation": generation,
-            "rank": 1,
-            "run_dir": str(self.run_dir),
-            "config_dir": str(self.run_dir),
-            "beat_file": str(self.run_dir / "beats" / f"g{generation}"),
-            **spec,
-        }
+        return spec_in(self.run_dir, generation, **spec)
 
     def order(self, generation: int, **order: Any) -> dict[str, Any]:
         return self.call("order", generation, json.dumps(order))
@@ -516,7 +519,7 @@ def test_a_slot_that_no_daemon_speaks_to_ends_its_child_and_itself(
 ) -> None:
     """The child saves first, if it holds a state."""
     worker = make_lonely()
-    spec = Slot.spec(types.SimpleNamespace(run_dir=tmp_path), rank=0, world_size=1, job="first")
+    spec = spec_in(tmp_path, rank=0, world_size=1, job="first")
     pid = json.loads(worker.start(EPOCH, json.dumps(spec)))["pid"]
     try:
         for _ in range(5):  # it is spoken to

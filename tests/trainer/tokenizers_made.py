@@ -68,8 +68,10 @@ LLAMA_3 = (
     "{% endfor %}{% if add_generation_prompt %}"
     "{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"
 )
-MARKS_3 = ("<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>", "<|start_header_id|>")
-MARKS_3 = (*MARKS_3, "<|end_header_id|>")
+MARKS_3 = (
+    *("<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>"),
+    *("<|start_header_id|>", "<|end_header_id|>"),
+)
 
 
 def _sentencepiece(*, legacy: bool) -> Any:

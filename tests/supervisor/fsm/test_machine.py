@@ -95,7 +95,7 @@ def test_a_leaving_generation_leaves_once() -> None:
     (move,) = machine.handle(crashed(1))
     assert "leaving" in move.why
     machine.handle(e.WorkersGone(at=3.0, generation=1, exits=()))
-    assert machine.job.leaving == ()
+    assert not machine.job.leaving
     assert machine.job.state is State.RUNNING
 
 

@@ -6,6 +6,7 @@ import itertools
 from pathlib import Path
 
 import pytest
+from transitions import Transition
 
 import supervisor.fsm
 from supervisor.fsm.events import EVENTS
@@ -22,7 +23,7 @@ ALLOWED = {
 }  # fmt: skip
 
 
-def rows() -> list[tuple[str, str, list[object]]]:
+def rows() -> list[tuple[str, str, list[Transition]]]:
     """(event, source, rows in order) of the built table."""
     return [
         (event.name, source, found)
@@ -44,7 +45,7 @@ def test_every_pair_of_event_and_state_is_a_row_or_impossible_and_never_both() -
 def test_only_the_last_row_of_a_pair_has_no_guard() -> None:
     """A guarded last row could refuse an event; an unguarded earlier one hides those after it."""
     for name, source, found in rows():
-        guarded = [bool(row.conditions) for row in found]  # type: ignore[attr-defined]
+        guarded = [bool(row.conditions) for row in found]
         assert guarded == [True] * (len(found) - 1) + [False], (name, source)
 
 
