@@ -235,6 +235,7 @@ def _predict_memory(settings: Any, options: argparse.Namespace) -> int:
     try:
         told = subprocess.run(
             command,
+            check=False,
             env={**environment_for(devices), **settings.trainer.env},
             stdout=subprocess.PIPE,
             timeout=LIMIT_S,
@@ -645,8 +646,10 @@ def _add_running(parser: argparse.ArgumentParser, *, default: bool | None = None
     for name, text in (
         (
             "--take-over",
-            "end the daemon that holds the job on this machine, frozen or not, and go on with its "
-            "workers",
+            (
+                "end the daemon that holds the job on this machine, frozen or not, and go on with "
+                "its workers"
+            ),
         ),
         (
             "--keep-code",

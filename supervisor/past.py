@@ -64,8 +64,8 @@ def past_of(records: Iterable[Record]) -> Past:
             event = record["event"]
             state = record["target"]
             for named in (event, *record["effects"]):
-                for key in numbers:
-                    numbers[key] = max(numbers[key], int(named.get(key) or 0))
+                for key, so_far in numbers.items():
+                    numbers[key] = max(so_far, int(named.get(key) or 0))
                 if named.get("effect") in _TRAIN:
                     active = int(named["generation"])
                     skips = _pairs(named.get("skips", ()))

@@ -122,8 +122,9 @@ def _is_local(address: str) -> bool:
 
 
 def address_here() -> str:
-    """Return HOST:PORT of the cluster that RAY_ADDRESS names, or else that `ray start` has begun
-    on this machine; "" if there is neither.
+    """Return HOST:PORT of a cluster that is there; "" if there is none.
+
+    RAY_ADDRESS names it, or else `ray start` has begun it on this machine.
     """
     if given := os.environ.get("RAY_ADDRESS", "").strip():
         return "" if given in ("auto", "local") else given

@@ -405,8 +405,11 @@ def _spawn(
     directory: Path,
     base_environment: Mapping[str, str],
 ) -> _Spawned:
-    """Start a process. Orders and reports have pipes of their own: its standard input is empty,
-    so that whatever the task starts or forks can neither read an order nor lose one."""
+    """Start a process that takes orders and sends reports through pipes of their own.
+
+    Its standard input is empty, so that whatever the task starts or forks can neither read an order
+    nor lose one.
+    """
     log, no_log = open_log(log_file)
     reports, child_reports = os.pipe()
     child_orders, orders = os.pipe()

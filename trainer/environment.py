@@ -202,14 +202,14 @@ def describe_environment() -> dict[str, Any]:
     """What restore points record about the numeric environment; imports jax and its devices."""
     import jax
     import jaxlib.version
-    import numpy
+    import numpy as np
 
     devices = jax.devices()
     return {
         "python": platform.python_version(),
         "jax": jax.__version__,
         "jaxlib": jaxlib.version.__version__,
-        "numpy": numpy.__version__,
+        "numpy": np.__version__,
         "platform": devices[0].platform,
         "device": devices[0].device_kind,
         "devices": len(devices),

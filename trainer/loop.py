@@ -327,8 +327,9 @@ class ModelTrainer:
         return report
 
     def _judge(self, report: StepReport) -> None:
-        """Raises `NumbersDiverged` or `ReplicasDiverged`, on all ranks alike, where the state is
-        not worth keeping after this step; its line is written then, and shows why.
+        """Raise, on all ranks alike, if the state is not worth keeping after this step.
+
+        `NumbersDiverged` or `ReplicasDiverged`; the step's line is written then, and shows why.
         """
         anomaly = self._guard.judge({"loss": report.loss, **report.metrics})
         if anomaly is not None and anomaly.policy == "skip":

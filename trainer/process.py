@@ -717,8 +717,10 @@ def _restore_signals() -> None:
 
 
 def _end_forked(error: BaseException) -> None:
-    """End a forked copy of the process as Python would, without its exit handlers: JAX's are for
-    the rank, which goes on."""
+    """End a forked copy of the process as Python would, but without its exit handlers.
+
+    JAX's are for the rank, which goes on.
+    """
     status = 1
     if isinstance(error, SystemExit):
         status = error.code if isinstance(error.code, int) else int(error.code is not None)

@@ -31,7 +31,7 @@ class Identity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """What /proc says about a process. `state` is its letter there: R, S, D, T, Z, …"""
+    """What /proc says about a process. `state` is its letter there, such as R, S, D, T, Z."""
 
     identity: Identity
     parent: int

@@ -215,6 +215,7 @@ def sweep(directory: Path | str) -> None:
 
 
 def crc32(values: NDArray[np.uint8]) -> int:
+    """Return the checksum of bytes, as a snapshot's header has it."""
     return zlib.crc32(values.data)
 
 

@@ -372,7 +372,7 @@ class ResilientWorker:
 
     @answers
     def evidence(self, epoch: int, generation: int) -> dict[str, Any]:
-        """What is known of a child that is about to be killed: `stacks`, `log_tail`, …"""
+        """What is known of a child that is about to be killed: `stacks`, `log_tail` and more."""
         self._admit(epoch)
         child = self._child(generation)
         witness = self._witness(generation)

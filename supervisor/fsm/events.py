@@ -132,8 +132,11 @@ class DifferencesFound(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StandstillEnded(Event):
-    """Nothing of the job ran for so long, the daemon included: a suspended machine, a frozen
-    container. What ends in the moments after was cut off by that."""
+    """Nothing of the job ran for so long, the daemon included.
+
+    The machine was suspended, or a container frozen: what ends in the moments after was cut off by
+    that.
+    """
 
     seconds: float
 

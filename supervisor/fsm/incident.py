@@ -90,6 +90,7 @@ def cause_of(event: Event) -> str:
 
 
 def incident_of(event: Event, *, number: int, generation: int) -> Incident:
+    """Begin an incident with the failure that an event reports."""
     error = getattr(event, "error", {})
     error = error if isinstance(error, dict) else {}
     step, ranks = getattr(event, "step", -1), getattr(event, "ranks", ())

@@ -336,7 +336,7 @@ class Job:
     def drains_to_stop(self, event: Event) -> bool:
         return self.purpose == "stop"
 
-    # Actions: starting and restoring
+    # Actions of starting and restoring
 
     def begin_entry(self, event: Event) -> None:
         """Every change of state ends the deadlines of the state that was left."""
@@ -531,7 +531,7 @@ class Job:
         """From here on the limit of the placement counts."""
         self.stage = "placing"
 
-    # Actions: running
+    # Actions of running
 
     def close_incident(self, event: Event) -> None:
         self.purpose = self.stage = ""
@@ -606,7 +606,7 @@ class Job:
     def note_sight(self, event: Event) -> None:
         self.blind_since = None
 
-    # Actions: draining
+    # Actions of draining
 
     def drain_to_recover(self, event: Event) -> None:
         self._strengthen("recover")
@@ -772,7 +772,7 @@ class Job:
             message = f"the end of {', '.join(ended)} is proven now"
             self.effects.append(NotifyOperator(message=message))
 
-    # Actions: judging
+    # Actions of judging
 
     def judge_incident(self, event: Event) -> None:
         """Charge the incident once, by the culprit's cause, and say what follows."""
@@ -876,7 +876,7 @@ class Job:
             self.exit_status = EXIT_STATUSES["budget"]
             self.reason = f"{event.spent} of {event.limit} {event.budget} retries used; {story}"
 
-    # Actions: ending
+    # Actions of ending
 
     def finish(self, event: Event) -> None:
         """The last orders of a run. `state` is already the terminal one."""

@@ -1,4 +1,4 @@
-"""Is the built-in model as fast as one written by hand, and what do more processes give?
+"""Compare the built-in model with one written by hand, and one process with two.
 
 By turns in one process of one core, on the same batches: a step of the trainer's loop, metrics and
 all, and a step of a plain JAX loop around the same architecture, written here from scratch. Then

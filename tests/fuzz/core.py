@@ -147,7 +147,7 @@ class Walk:
             if self.charges[number] > 1:
                 raise Violation(f"incident {number} is charged twice")
             self.backoff = f"generation {self.job.active}" if event.backoff_s else ""
-        elif move.target not in (S.RESTORING,):
+        elif move.target is not S.RESTORING:
             self.backoff = ""
         for effect in move.effects:
             self._check_order(effect, before)

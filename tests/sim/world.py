@@ -214,7 +214,7 @@ class SimCluster:
         for record in [*self.reached.values(), *kept]:
             asyncio.get_running_loop().call_soon(self.on_record, record)
         children: dict[int, dict[int, int]] = {}
-        for (generation, rank), _ in self.workers.items():
+        for generation, rank in self.workers:
             children.setdefault(generation, {})[rank] = generation * 100 + rank
         return children
 

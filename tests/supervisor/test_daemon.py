@@ -85,7 +85,8 @@ def test_while_the_journal_cannot_be_written_nothing_is_done_and_training_goes_o
     assert kill_calls == ["kill 1", "kill 2"]
     crash = sim.event("worker_crashed")["at"]
     gone = sim.event("workers_gone")["at"]
-    assert crash < 1_000_012 < 1_000_020 < gone
+    assert crash < 1_000_012
+    assert gone > 1_000_020
     assert replay_file(path).difference == ""
 
 

@@ -103,8 +103,15 @@ def test_what_a_store_says_never_ends_the_thread_of_a_worker(
 
 
 VALID = {
-    **{"v": 1, "generation": 1, "rank": 0, "pid": 1, "seq": 1, "beats": 1},
-    **{"phase": "step", "step": 3, "durations": {}},
+    "v": 1,
+    "generation": 1,
+    "rank": 0,
+    "pid": 1,
+    "seq": 1,
+    "beats": 1,
+    "phase": "step",
+    "step": 3,
+    "durations": {},
 }
 
 

@@ -13,7 +13,8 @@ import pytest
 from supervisor.errors import AlreadyRunning, DiskError
 from supervisor.lock import EPOCH_FILE, LOCK_FILE, acquire, is_held, read_holder
 
-HOLD = "import sys, pathlib, time; from supervisor.lock import acquire; " + (
+HOLD = (
+    "import sys, pathlib, time; from supervisor.lock import acquire; "
     "lock = acquire(pathlib.Path(sys.argv[1])); print(lock.epoch, flush=True); time.sleep(60)"
 )
 

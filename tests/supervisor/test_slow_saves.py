@@ -60,8 +60,10 @@ def test_a_save_that_cannot_fit_is_said_when_the_stop_is_asked(tmp_path: Path) -
         sim, seen = run(tmp_path, drain_s=20.0, stop_at_s=40.0)
     saved = [m["event"]["step"] for m in sim.moves if m["event"]["event"] == "checkpoint_committed"]
     assert seen == [
-        "a save took 45.0 s and deadlines.drain_s is 20 s: the last one may be cut off, and the "
-        f"steps after {saved[-1]} be lost"
+        (
+            "a save took 45.0 s and deadlines.drain_s is 20 s: the last one may be cut off, "
+            f"and the steps after {saved[-1]} be lost"
+        )
     ]
     assert [line for line in lines if line["event"] == "save_exceeds_drain"]
     assert "last_save_failed" in sim.names

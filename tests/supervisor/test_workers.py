@@ -71,8 +71,10 @@ def test_a_collective_error_is_secondary_and_any_other_is_primary() -> None:
 def test_an_abort_that_jax_explains_by_a_lost_peer_is_secondary() -> None:
     """When rank 0 dies, JAX aborts all others within 0.1 s: they are victims."""
     tail = [
-        "F1129 23:59:01.000000 7 client.h:80] Terminating process because the JAX distributed "
-        "service detected fatal errors"
+        (
+            "F1129 23:59:01.000000 7 client.h:80] Terminating process because the JAX distributed "
+            "service detected fatal errors"
+        )
     ]
     exit = {"status": None, "signal": "SIGABRT", "phase": "step", "step": 7}
     (victim,) = say(ready(roster()), "exit", 1, **exit, log_tail=tail)

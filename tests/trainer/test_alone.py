@@ -37,7 +37,7 @@ def run(
 
 
 def digest(output: str) -> str:
-    return output.split("params_digest ")[1].split()[0]
+    return output.split("params_digest ")[1].split(maxsplit=1)[0]
 
 
 def test_training_alone_goes_on_from_its_checkpoint_to_the_same_end(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 PAGE = Path(__file__).resolve().parents[2] / "deploy" / "docs" / "own-model.md"
 BLOCK = re.compile(
-    r"```python\n(# (my_\w+)\.py, and in job\.toml: \[trainer\] (task = [^\n]*)\n.*?)```", re.S
+    r"```python\n(# (my_\w+)\.py, and in job\.toml: \[trainer\] (task = [^\n]*)\n.*?)```", re.DOTALL
 )
 LINES_MAX = {"my_task": 25, "my_loop": 20}
 
@@ -33,6 +33,6 @@ def test_the_code_of_the_page_trains(tmp_path: Path, block: tuple[str, str, str]
     line = [sys.executable, "-m", "trainer", "--config", str(tmp_path / "job.toml")]
     done = subprocess.run(line, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
-    losses = [float(one) for one in re.findall(r"^step \d+ loss (\S+)", done.stdout, re.M)]
+    losses = [float(one) for one in re.findall(r"^step \d+ loss (\S+)", done.stdout, re.MULTILINE)]
     assert len(losses) == 10
     assert losses[-1] < 0.2 * losses[0]

@@ -92,13 +92,19 @@ def test_all_mistakes_are_told_at_once(tmp_path: Path) -> None:
     assert problems(tmp_path, text, "trainer.drills=1", "nonsense") == [
         "--set nonsense: is not KEY=VALUE; write for example --set trainer.steps=200",
         'job.toml: name = "A": must be a text matching ^[a-z]+$; the default is "first"',
-        "job.toml: heartbeats.evry_s = 1: there is no such key; did you mean heartbeats.every_s "
-        "(in seconds)?",
-        'job.toml: trainer.steps = "20": must be a whole number, at least 1; write steps = 20, '
-        "without quotes",
+        (
+            "job.toml: heartbeats.evry_s = 1: there is no such key; did you mean "
+            "heartbeats.every_s (in seconds)?"
+        ),
+        (
+            'job.toml: trainer.steps = "20": must be a whole number, at least 1; write steps = 20, '
+            "without quotes"
+        ),
         '--set: trainer.drills = 1: must be true or false or "auto"; the default is "auto"',
-        "job.toml: trainer.model.layers = 10: must be a whole number, at least 1 and at most 9; "
-        "the default is 2",
+        (
+            "job.toml: trainer.model.layers = 10: must be a whole number, at least 1 and at most "
+            "9; the default is 2"
+        ),
         "job.toml: heartbeats.every_s = 0.25, heartbeats.lease_s = 0.1: {raise} lease_s",
     ]
 
@@ -146,7 +152,7 @@ def test_an_unknown_key_is_refused_with_the_nearest_known_one(
 def test_a_wrong_value_is_told_with_what_it_must_be(tmp_path: Path, line: str, reason: str) -> None:
     """`"30"` for 30 and minutes for seconds are what people write at night."""
     (problem,) = problems(tmp_path, f"[trainer]\n{line}\n")
-    assert problem.startswith(f"job.toml: trainer.{line.split(' =')[0]} = ")
+    assert problem.startswith(f"job.toml: trainer.{line.partition(' =')[0]} = ")
     assert reason in problem
 
 

@@ -292,7 +292,7 @@ class Blind(Sum):
 
 
 class HalfBlind(Sum):
-    """Evaluates, but on what?"""
+    """A task that evaluates, but names no data to evaluate on."""
 
     def evaluate(self, state: Any, batch: Any) -> Mapping[str, Any]:
         return {"loss": batch.mean()}

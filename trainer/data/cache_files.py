@@ -142,8 +142,7 @@ def _write(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
     draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")  # other ranks write too
     try:
         with open(draft, "wb", opener=owner_only) as opened:
-            for piece in pieces:
-                opened.write(piece)
+            opened.writelines(pieces)
             opened.flush()
             os.fsync(opened.fileno())
         draft.replace(path)
