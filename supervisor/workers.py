@@ -84,12 +84,7 @@ class Roster:
             self.phases[rank] = str(record["phase"])
             return []
         if kind == "disk":
-            why, what = str(record["why"]), str(record["what"])
-            if not why or what == "snapshots":  # of these SnapshotFailed tells
-                return []
-            return [
-                e.HousekeepingFailed(at=at, action=f"to write the {what} of rank {rank}", error=why)
-            ]
+            return _disk_trouble(record, rank, at)
         first = rank not in self.said.setdefault(kind, {})
         self.said[kind][rank] = record
         if kind == "program_retraced":
@@ -302,3 +297,11 @@ def _last_words(tail: list[str], phase: str) -> str:
     if phase == "launch":
         return "\n".join(spoken[-_LINES_OF_A_LAUNCH:])
     return spoken[-1].strip() if spoken else ""
+
+
+def _disk_trouble(record: Record, rank: int, at: float) -> list[e.Event]:
+    why, what = str(record["why"]), str(record["what"])
+    if not why or what == "snapshots":  # of these SnapshotFailed tells
+        return []
+    action = f"to write the {what} of rank {rank}"
+    return [e.HousekeepingFailed(at=at, action=action, error=why)]

@@ -14,7 +14,7 @@ PAGES = sorted(
         *(ROOT / "deploy/docs").glob("*.md"),
     )
 )
-_BLOCK = re.compile(r"^```bash\n(.*?)^```", re.M | re.S)
+_BLOCK = re.compile(r"^```bash\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
 def commands(page: Path) -> list[str]:

@@ -11,7 +11,7 @@ from supervisor import config
 from tests.documents import PAGES, ROOT, commands
 
 LINK = re.compile(r"\[[^\]]*\]\((?!https?:)([^)#]*)(#[^)]*)?\)")
-HEADING = re.compile(r"^#+ (.*)$", re.M)
+HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 
 
 def anchor(heading: str) -> str:

@@ -170,7 +170,7 @@ def load(path: Path, layout: Layout, shapes: Shapes) -> Programs:
     try:
         loaded = [
             None if one is None else serialize_executable.deserialize_and_load(*one)
-            for one in pickle.loads(payload)
+            for one in pickle.loads(payload)  # noqa: S301 - `_read` accepts files of this user only
         ]
         train, evaluate, compare = loaded
     except Exception as error:  # unpickling and XLA raise whatever they like

@@ -27,6 +27,10 @@ EVENTS = {
     "first_step_taken": "the first new step is done",
 }
 COLOURS = {"old": "#7a8ca3", "new": "#2f7d4f", "kill": "#b3261e", "text": "#4a4a4a"}
+_HEAD = (
+    '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+    'font-family="sans-serif" font-size="12">'
+)
 
 
 def strike(folder: Path) -> tuple[float, list[Row], list[Row]]:
@@ -48,7 +52,7 @@ def strike(folder: Path) -> tuple[float, list[Row], list[Row]]:
 def _until_two_steps(run: Supervised, generation: int) -> None:
     def stepped() -> bool:
         run.read()
-        return run.metrics.rows[-1]["generation"] > generation
+        return int(run.metrics.rows[-1]["generation"]) > generation
 
     run.until("new step", stepped, 60.0, 0.02)
 
@@ -64,8 +68,7 @@ def draw(at: float, metrics: list[Row], moves: list[Row]) -> str:
     marks = list(_marks(at, moves))
     height = 3 * LANE + 24 + 18 * (len(marks) + 1)
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
-        'font-family="sans-serif" font-size="12">',
+        _HEAD.format(width=WIDTH, height=height),
         f'<rect width="{WIDTH}" height="{height}" fill="#ffffff"/>',
         *_lane(0, "training"),
         *_lane(1, "standby"),

@@ -39,7 +39,7 @@ class Shell:
         self.daemon: subprocess.Popen[bytes] | None = None
         shutil.copytree(ROOT / "deploy", folder / "deploy")
         text = (ROOT / "job.toml").read_text()
-        text = re.sub(r"^steps = \d+", f"steps = {STEPS[endless]}", text, flags=re.M)
+        text = re.sub(r"^steps = \d+", f"steps = {STEPS[endless]}", text, flags=re.MULTILINE)
         (folder / "job.toml").write_text(text)
         script = folder / ".venv" / "bin" / "python"
         script.parent.mkdir(parents=True)
@@ -60,6 +60,7 @@ class Shell:
             capture_output=True,
             text=True,
             timeout=COMMAND_S,
+            check=False,
         )
         assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
 

@@ -239,9 +239,8 @@ def test_the_head_is_private_found_again_and_ended_with_all_that_is_below(
             timeout=60,
         )
         assert "Authentication" in intruder.stdout + intruder.stderr
-        hidden = subprocess.Popen(  # as an agent whose title has overwritten its mark
-            ["env", "-i", "sleep", "600"], stdout=(temp_dir / "agent.log").open("wb")
-        )
+        with (temp_dir / "agent.log").open("wb") as log:  # a title has overwritten its mark
+            hidden = subprocess.Popen(["env", "-i", "sleep", "600"], stdout=log)
         processes["gcs_server"].kill()
         deadline = time.monotonic() + 5
         while head.is_alive():
