@@ -504,6 +504,15 @@ def test_what_only_a_person_can_change_is_a_mistake(
         open_(folder)
 
 
+def test_an_input_that_is_refused_leaves_no_file_open(folder: Path) -> None:
+    """A rank whose disk stumbles tries for an hour: each attempt left four files open."""
+    (folder / "data.jsonl").write_text("not JSON\n")
+    with pytest.raises(SettingsError, match="is not JSON") as refused:
+        open_(folder)
+    opened = [path.readlink() for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    assert not [path for path in opened if path.is_relative_to(folder)], refused
+
+
 def test_a_plan_that_cannot_be_kept_is_made_at_every_start(folder: Path) -> None:
     """A cache that somebody else has prepared may be open for reading only."""
     wanted = open_(folder).train_rows(3, slice(0, 4))["tokens"]

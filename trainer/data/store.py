@@ -228,8 +228,12 @@ class _Half:
     """Writes the tokens of one half."""
 
     def __init__(self, folder: Path, name: str, dtype: str) -> None:
-        self._ids = open(folder / f"{name}.tokens", "wb", opener=owner_only)  # noqa: SIM115
-        self._counts = open(folder / f"{name}.counts", "wb", opener=owner_only)  # noqa: SIM115
+        with contextlib.ExitStack() as files:
+            self._ids, self._counts = (
+                files.enter_context(open(folder / f"{name}.{kind}", "wb", opener=owner_only))
+                for kind in ("tokens", "counts")
+            )
+            self._files = files.pop_all()
         self._folder, self._name, self._dtype = folder, name, dtype
         self.ends = array("q")
         self.size = 0
@@ -247,10 +251,13 @@ class _Half:
         if part.ends:
             self.ends.append(self.size)
 
-    def close(self, *, masked: bool) -> None:
-        """Finish the files."""
-        self._ids.close()
-        self._counts.close()
+    def close(self) -> None:
+        """Close the files, whether they are whole or not."""
+        self._files.close()
+
+    def finish(self, *, masked: bool) -> None:
+        """Close the files, and write what tells whether they are still the same."""
+        self.close()
         write_arrays(_ends_of(self._folder, self._name), {"ends": np.asarray(self.ends, "<i8")})
         for kind in ("tokens", "counts"):
             file = self._folder / f"{self._name}.{kind}"
@@ -262,25 +269,28 @@ class _Half:
 
 def _write(draft: Path, vocabulary: int, parts: Iterator[Part], tick: Callable[[], None]) -> None:
     dtype = _dtype(vocabulary)
-    train, held_out = _Half(draft, "train", dtype), _Half(draft, "held_out", dtype)
     digest = hashlib.sha256()
     seen = np.zeros(vocabulary, np.int64)
     ticked = time.monotonic()
-    for part in parts:
-        (held_out if part.held_out else train).add(part)
-        ids = np.asarray(part.tokens, "<u4")
-        kinds, times = np.unique(ids, return_counts=True)
-        seen[kinds] += times
-        counts = b"" if part.counts is None else np.asarray(part.counts, np.uint8).tobytes()
-        digest.update(f"{len(ids)} {len(counts)} {part.held_out} {part.ends}\n".encode())
-        digest.update(ids.tobytes())
-        digest.update(counts)
-        if time.monotonic() - ticked > _PATIENCE_S:
-            tick()
-            ticked = time.monotonic()
-    masked = train.masked or held_out.masked
-    for half in (train, held_out):
-        half.close(masked=masked)
+    with (
+        contextlib.closing(_Half(draft, "train", dtype)) as train,
+        contextlib.closing(_Half(draft, "held_out", dtype)) as held_out,
+    ):
+        for part in parts:
+            (held_out if part.held_out else train).add(part)
+            ids = np.asarray(part.tokens, "<u4")
+            kinds, times = np.unique(ids, return_counts=True)
+            seen[kinds] += times
+            counts = b"" if part.counts is None else np.asarray(part.counts, np.uint8).tobytes()
+            digest.update(f"{len(ids)} {len(counts)} {part.held_out} {part.ends}\n".encode())
+            digest.update(ids.tobytes())
+            digest.update(counts)
+            if time.monotonic() - ticked > _PATIENCE_S:
+                tick()
+                ticked = time.monotonic()
+        masked = train.masked or held_out.masked
+        for half in (train, held_out):
+            half.finish(masked=masked)
     shares = seen[seen > 0] / max(1, seen.sum())
     facts = Facts(
         digest=digest.hexdigest(),
