@@ -160,12 +160,12 @@ def test_no_line_is_lost_when_the_writer_is_killed(tmp_path: Path) -> None:
         "    j.append([{'kind': 'action', 'n': n}])\n"
         "    print(n, flush=True)\n"
     )
-    child = subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE)
-    assert child.stdout is not None
-    said = [int(child.stdout.readline()) for _ in range(200)]
-    child.send_signal(signal.SIGKILL)
-    said += [int(line) for line in child.stdout.read().splitlines()]
-    child.wait()
+    command = [sys.executable, "-c", code, str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        said = [int(child.stdout.readline()) for _ in range(200)]
+        child.send_signal(signal.SIGKILL)
+        said += [int(line) for line in child.stdout.read().splitlines()]
     found = [r["n"] for r in read_journal(path) if r["kind"] == "action"]
     assert found[: len(said)] == said
     assert len(found) - len(said) <= 1

@@ -15,9 +15,11 @@ from supervisor.lock import acquire, is_held
 
 def test_the_store_of_an_abandoned_job_is_ended(tmp_path: Path) -> None:
     """Its workers have saved and ended; a server for nobody stayed for weeks."""
-    EmbeddedRedis(tmp_path).ensure()
+    server = EmbeddedRedis(tmp_path)
+    server.ensure()
     end_leftovers(tmp_path)
-    assert not EmbeddedRedis(tmp_path).is_alive()
+    assert not server.is_alive()
+    server.stop()  # reaps what another has ended
     assert json.loads((tmp_path / RECORD_FILE).read_text())["redis"] is None
     assert not is_held(tmp_path)
     end_leftovers(tmp_path)  # there is nothing left, and that is fine

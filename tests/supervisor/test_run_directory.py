@@ -211,6 +211,7 @@ def test_what_a_deleted_directory_of_this_path_has_left_is_ended(tmp_path: Path)
             settle(run_dir)
         assert worker.wait(5) == -signal.SIGKILL
         assert not old.is_alive()
+        old.stop()  # reaps what another has ended
         assert other.poll() is None
         assert not snapshots.exists()
     with process(**{RUN: str(run_dir)}) as worker:

@@ -414,6 +414,7 @@ def test_a_reserved_port_is_the_coordinators_and_nobody_elses(slot: Slot) -> Non
     with socket.socket() as next_one:
         next_one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         next_one.bind(("127.0.0.1", port))
+    slot.call("kill", 2, 5.0, False)
 
 
 _CONNECT = """
