@@ -29,7 +29,7 @@ def load(run_dir: Path | str, step: int | None = None, like: Any = None) -> Any:
     """
     import jax
 
-    leaves, _ = checkpoint.load_leaves(find(Path(run_dir), step))
+    leaves, _ = checkpoint.load_leaves(find(Path(run_dir).resolve(), step))
     if like is None:
         return tree_of(leaves)
     values = [leaves[name] for name, _ in named_leaves(like)]

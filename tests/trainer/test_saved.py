@@ -63,6 +63,15 @@ def test_a_state_comes_back_without_its_task(tmp_path: Path) -> None:
     assert trainer.load(tmp_path, step=5)["step"] == 5
 
 
+def test_a_job_is_found_from_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first call that the documents show ended in an error of Orbax about relative paths."""
+    save(tmp_path / "runs" / "first", 5)
+    monkeypatch.chdir(tmp_path)
+    same(trainer.load("runs/first")["step"], state(5)["step"])
+
+
 def test_a_tree_like_the_state_gives_it_its_own_structure(tmp_path: Path) -> None:
     """An optimizer's update wants its named tuples, not dicts."""
     save(tmp_path, 8)
