@@ -37,6 +37,8 @@ log = structlog.get_logger()
 VERSION = 3
 KEPT = 8
 """Files that stay in the folder, the newest: world sizes and settings come and go."""
+DRAFT_S = 3600.0
+"""How old a draft must be to be that of a process that died; writing one takes seconds."""
 
 _HEADER_LIMIT = 1 << 12  # bytes
 _TRAINER = Path(__file__).resolve().parent
@@ -298,7 +300,8 @@ def _forget_old(folder: Path) -> None:
             for old in dated[KEPT:]:
                 old.unlink(missing_ok=True)
         for draft in folder.glob(".*.bin.*"):
-            draft.unlink(missing_ok=True)
+            if draft.stat().st_mtime < time.time() - DRAFT_S:  # else somebody may be writing it
+                draft.unlink(missing_ok=True)
 
 
 def _described(tree: Any) -> list[list[str]]:

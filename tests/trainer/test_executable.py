@@ -336,11 +336,15 @@ def test_other_ranks_store_nothing(folder: Path, layout: Layout) -> None:
 def test_only_the_newest_files_stay(folder: Path, layout: Layout) -> None:
     """Every change of the settings leaves a file; the folder must not grow for ever."""
     programs = build(folder, layout)
-    (folder / ".old.bin.123").write_text("a draft of the dead")
+    dead, living = folder / ".old.bin.123", folder / ".new.bin.456"
+    for draft in (dead, living):
+        draft.write_text("half")
+    os.utime(dead, (0, 0))
     for number in range(executable.KEPT + 3):
         (folder / f"{number}.json").write_text("{}")
         executable.store(folder / f"{number}.bin", programs)
     assert len(list(folder.glob("*.bin"))) == executable.KEPT
     assert len(list(folder.glob("*.json"))) == executable.KEPT
-    assert len(list(folder.iterdir())) == 2 * executable.KEPT
+    assert len(list(folder.iterdir())) == 2 * executable.KEPT + 1
+    assert living.exists()  # of another rank, which was robbed of it before it could rename it
     assert (folder / f"{executable.KEPT + 2}.bin").exists()
