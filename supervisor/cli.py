@@ -11,7 +11,7 @@ import textwrap
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -67,7 +67,7 @@ def _status_of(options: argparse.Namespace) -> int:
         status = 0
     except OSError as error:
         what = error.filename or "the output cannot be written"
-        _say(f"{what}: {error.strerror or error}", file=sys.stderr)
+        _say(f"{what}: {error.strerror or error}{_whose(error)}", file=sys.stderr)
         status = 4 if command is run else 1
     except KeyboardInterrupt:
         return 75 if command is run else 130
@@ -99,7 +99,7 @@ def run(options: argparse.Namespace) -> int:
     from supervisor.errors import DiskError
     from supervisor.log import LOG_FILE, configure
     from supervisor.output import appended, errors_beside
-    from supervisor.run_directory import open_directory
+    from supervisor.run_directory import open_directory, why_unusable
     from supervisor.signals import ignore
     from trainer.processes import raise_file_limit
 
@@ -113,6 +113,8 @@ def run(options: argparse.Namespace) -> int:
     terminal = sys.stdout.isatty() and options.log is None
     form = options.log or settings.control.log
     run_dir = job_directory(settings.job, config_path)
+    if why := why_unusable(run_dir):
+        raise SettingsError(why)
     if options.fresh:
         from supervisor.jobs import set_aside
 
@@ -181,7 +183,7 @@ def check(options: argparse.Namespace) -> int:
         return error.exit_status
     rows = effective(settings, origins)
     run_dir = job_directory(settings.job, options.config)
-    found = _missing(settings, options.config)
+    found = _missing(settings, options.config, run_dir)
     if found and options.json:
         print(json.dumps({"ok": False, "problems": found}, indent=2))
         return SettingsError.exit_status
@@ -213,12 +215,14 @@ def _variables_of_workers(settings: Any) -> dict[str, str]:
     )
 
 
-def _missing(settings: Any, config: str) -> list[str]:
-    """What a start would fail on: code, data, servers and devices that are not there."""
+def _missing(settings: Any, config: str, run_dir: Path) -> list[str]:
+    """What a start would fail on: a place, code, data, servers and devices that are not there."""
     from supervisor.preflight import problems
     from supervisor.redis_address import take_password
+    from supervisor.run_directory import why_unusable
 
-    return [*problems(settings, Path(config).resolve().parent, take_password())]
+    found = problems(settings, Path(config).resolve().parent, take_password())
+    return [*filter(None, [why_unusable(run_dir)]), *found]
 
 
 def _predict_memory(settings: Any, options: argparse.Namespace) -> int:
@@ -373,7 +377,10 @@ def runs(options: argparse.Namespace) -> int:
         has_ended = row["state"] in ("COMPLETED", "FAILED", "STOPPED")
         state = row["state"] or "-"
         state += "" if row["running"] or has_ended else " (no daemon)"
-        table.add_row(row["job"], state, str(row["generation"]), step, loss)
+        if row["problem"]:
+            state = f"not readable: {printable(row['problem'])}"
+        generation = "-" if row["generation"] is None else str(row["generation"])
+        table.add_row(row["job"], state, generation, step, loss)
     Console().print(table)
     return 0
 
@@ -436,6 +443,18 @@ def _is_held(run_dir: Path) -> bool:
     from supervisor.lock import is_held
 
     return is_held(run_dir)
+
+
+def _whose(error: OSError) -> str:
+    """To whom the place belongs that cannot be read, if that is another user."""
+    if not isinstance(error, PermissionError) or error.filename is None:
+        return ""
+    path = Path(os.fsdecode(error.filename))
+    for place in (path, *path.parents):
+        with suppress(OSError):
+            owner = place.stat().st_uid
+            return "" if owner == os.geteuid() else f"; {place} belongs to user {owner}"
+    return ""
 
 
 def _say(text: object, file: TextIO | None = None) -> None:

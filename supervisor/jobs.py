@@ -5,22 +5,34 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from supervisor.errors import DiskError, OperatorError
+from supervisor.errors import DiskError, EverstepError, OperatorError
 from supervisor.fsm.states import TERMINAL
 from supervisor.lock import acquire, is_held
 from supervisor.recorded import recorded_status
+
+_COLUMNS = ("state", "generation", "step", "loss")
 
 
 def list_jobs(parent: Path) -> list[dict[str, Any]]:
     """Return name, state, generation, step and loss of each job below `parent`, by name.
 
-    A job that a daemon runs has `running` set. What is no job's directory is left out.
+    A job that a daemon runs has `running` set. What is no job's directory is left out. `problem`
+    says why a job's files could not be read; the others are listed all the same.
     """
     rows = []
     for path in sorted(parent.iterdir()) if parent.is_dir() else ():
-        if path.is_dir() and (found := recorded_status(path)):
-            row = {key: found[key] for key in ("job", "state", "generation", "step", "loss")}
-            rows.append({**row, "running": is_held(path), "run_dir": str(path)})
+        if path.name.startswith(".") or not path.is_dir():  # no job's name begins so
+            continue
+        known, is_running, problem = dict.fromkeys(_COLUMNS), False, None
+        try:
+            if (found := recorded_status(path)) is None:
+                continue
+            known = {key: found[key] for key in _COLUMNS}
+            is_running = is_held(path)
+        except (OSError, EverstepError) as error:
+            problem = getattr(error, "strerror", None) or str(error)
+        row = {"job": path.name, **known, "running": is_running, "run_dir": str(path)}
+        rows.append({**row, "problem": problem})
     return rows
 
 

@@ -83,6 +83,10 @@ def _of_task(trainer: TrainerSettings, config_dir: Path) -> Iterator[str]:
         return
     module, _, wanted = trainer.task.partition(":")
     setting = f"trainer.task = {trainer.task!r}"
+    if "/" in module or module.endswith(".py"):
+        name = Path(module).name.removesuffix(".py")
+        yield f"{setting}: must name a module, not a file; did you mean {name}:{wanted}?"
+        return
     top = module.partition(".")[0]
     if top in sys.stdlib_module_names or top in ("trainer", "supervisor"):
         owner = "everstep" if top in ("trainer", "supervisor") else "Python"

@@ -5,6 +5,7 @@ so that nothing of the original is used or ended by a copy. `identity.json` also
 name, by which other users cannot guess where a run keeps its snapshots and sockets.
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -13,6 +14,7 @@ import secrets
 import shutil
 import socket
 import stat
+import tempfile
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -48,6 +50,7 @@ EMBEDDED_MARK = "EVERSTEP_EMBEDDED"
 """Names a server that the job has started, in its environment and in that of its children."""
 SESSION = re.compile(r"[0-9a-f]{8}")  # what a mark begins with names the files of Ray's session
 _END_LIMIT_S = 10.0
+_PROBE_BYTES = 65536
 _MAY_BE_LINKS = ("checkpoints", "executables", "incidents", "logs", "tensorboard")
 
 
@@ -78,33 +81,56 @@ def open_directory(run_dir: Path) -> None:
     """
     try:
         run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _check(run_dir)
+        why = _why_not_ours(run_dir)
+        if not why and stat.S_IMODE(run_dir.stat().st_mode) & 0o077:
+            run_dir.chmod(0o700)
     except OSError as error:
-        raise DiskError(
-            f"{run_dir} cannot be used ({error.strerror}); name a directory that can be written "
-            "with job.run_dir"
-        ) from error
+        why = _cannot_be_used(run_dir, error)
+    if why:
+        raise DiskError(why)
 
 
-def _check(run_dir: Path) -> None:
-    found = run_dir.stat()
+def why_unusable(run_dir: Path) -> str:
+    """Return why `open_directory` would fail, or the first write would; "" if neither.
+
+    Nothing is made: where the directory is not there yet, its nearest parent is tried.
+    """
+    place = next(path for path in (run_dir, *run_dir.parents) if os.path.exists(path))  # noqa: PTH110
+    try:
+        if place == run_dir and (why := _why_not_ours(run_dir)):
+            return why
+        with tempfile.TemporaryFile(dir=place, buffering=0) as file:
+            file.write(bytes(_PROBE_BYTES))
+    except OSError as error:
+        return _cannot_be_used(run_dir, error)
+    return ""
+
+
+def _cannot_be_used(run_dir: Path, error: OSError) -> str:
+    remedy = "name a directory that can be written with job.run_dir"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        remedy = "free some space, or name a directory on another disk with job.run_dir"
+    return f"{run_dir} cannot be used ({error.strerror}); {remedy}"
+
+
+def _why_not_ours(run_dir: Path) -> str:
     us = os.getuid()
-    if found.st_uid != us:
+    owner = run_dir.stat().st_uid
+    if owner != us:
         us = _owner_of_new_files(run_dir)  # a file system may map owners
-    if found.st_uid != us:
-        raise DiskError(
-            f"{run_dir} belongs to user {found.st_uid}, and a job runs what lies in it; name a "
+    if owner != us:
+        return (
+            f"{run_dir} belongs to user {owner}, and a job runs what lies in it; name a "
             "directory of your own with job.run_dir"
         )
-    if stat.S_IMODE(found.st_mode) & 0o077:
-        run_dir.chmod(0o700)
     with os.scandir(run_dir) as entries:
         for entry in entries:
             owner = entry.stat(follow_symlinks=False).st_uid
             if owner != us:
-                raise DiskError(f"{entry.path} belongs to user {owner}; remove it")
+                return f"{entry.path} belongs to user {owner}; remove it"
             if entry.is_symlink() and not (entry.name in _MAY_BE_LINKS and entry.is_dir()):
-                raise DiskError(f"{entry.path} is a symbolic link; put the file itself there")
+                return f"{entry.path} is a symbolic link; put the file itself there"
+    return ""
 
 
 def _owner_of_new_files(run_dir: Path) -> int:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -190,6 +191,16 @@ def test_wrong_settings_end_with_2_and_one_line_a_mistake(
     assert json.loads(capsys.readouterr().out) == {"ok": False, "problems": lines}
 
 
+def test_a_check_and_a_start_say_the_same_of_a_place_that_cannot_be_used(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`check` said that the settings were fine; the start ended with 4, as if it had failed."""
+    (config.parent / "runs").touch()
+    for command in ([], ["check"]):
+        assert main([*command, "--config", str(config)]) == 2
+        assert "job.run_dir" in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_check_says_what_is_in_force_and_why(
     config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -256,6 +267,39 @@ def test_commands_on_a_job_that_never_ran_say_so(
         assert main([*command, *kind, "--config", str(config)]) == 1
         assert str(config.parent / "runs" / "mine") in capsys.readouterr().err
     assert not (config.parent / "runs").exists()
+
+
+def test_a_job_that_cannot_be_read_hides_no_other(
+    config: Path, run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One directory of a colleague's among them, and `runs` listed nothing."""
+    write_journal(run_dir)
+    (run_dir.parent / "another" / "journal.jsonl").mkdir(parents=True)
+    assert main(["runs", "--json", "--config", str(config)]) == 0
+    another, mine = json.loads(capsys.readouterr().out)
+    assert (another["job"], another["state"]) == ("another", None)
+    assert another["problem"]
+    assert (mine["job"], mine["problem"]) == ("mine", None)
+    assert main(["runs", "--config", str(config)]) == 0
+    assert "not readable" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_files_of_another_user_are_refused_with_their_owner(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`lock: Permission denied` told neither why, nor whom to ask."""
+    write_journal(run_dir)
+    command = ["status", "--run", str(run_dir)]
+    assert main(command) == 0
+    os.seteuid(65534)
+    try:
+        assert main(command) == 1
+    finally:
+        os.seteuid(0)
+    said = capsys.readouterr().err
+    assert "Permission denied; " in said
+    assert "belongs to user 0" in said
 
 
 def test_events_are_told_or_given_to_programs(

@@ -54,6 +54,14 @@ def test_a_class_that_a_module_does_not_have_is_named_with_the_nearest(tmp_path:
     assert f"{tmp_path / 'mine.py'} defines no 'Line'; did you mean mine:Lines?" in said
 
 
+@pytest.mark.parametrize("file", ["mine.py", "./mine.py", "/somewhere/mine"])
+def test_a_file_in_place_of_a_module_is_named_with_the_module(tmp_path: Path, file: str) -> None:
+    """`there is no module 'mine.py'`, though mine.py lay there."""
+    (tmp_path / "mine.py").write_text("class Line: ...\n")
+    said = the_one(tmp_path, trainer={"task": f"{file}:Line"})
+    assert "must name a module, not a file; did you mean mine:Line?" in said
+
+
 def test_a_syntax_error_is_named_with_its_line(tmp_path: Path) -> None:
     """No retry changes it, and no Ray is needed to see it."""
     (tmp_path / "mine.py").write_text("x = 1\nclass Line(:\n")

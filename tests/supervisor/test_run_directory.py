@@ -29,6 +29,7 @@ from supervisor.run_directory import (
     open_directory,
     settle,
     store_name,
+    why_unusable,
 )
 from trainer.child import RUN
 from trainer.private import short_directory, socket_path, touch_sockets
@@ -95,6 +96,25 @@ def test_a_directory_that_others_could_enter_is_closed(tmp_path: Path) -> None:
     (tmp_path / "job").mkdir(mode=0o755)
     open_directory(tmp_path / "job")
     assert (tmp_path / "job").stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("place", ["a_file/runs/job", "/proc/nowhere/job"])
+def test_a_place_that_cannot_be_used_is_known_before_anything_is_made(
+    tmp_path: Path, place: str
+) -> None:
+    """`check` said that the settings were fine, and the start ended with status 4."""
+    (tmp_path / "a_file").touch()
+    assert "cannot be used" in why_unusable(tmp_path / place)
+    assert why_unusable(tmp_path / "new" / "job") == ""
+    assert [entry.name for entry in tmp_path.iterdir()] == ["a_file"]
+
+
+@root_only
+def test_a_place_of_another_user_is_known_beforehand(tmp_path: Path) -> None:
+    """A colleague's settings file, used as it is, names the colleague's directory."""
+    os.chown(tmp_path, NOBODY, NOBODY)
+    assert "belongs to user 65534" in why_unusable(tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 # --- which one it is ----------------------------------------------------------------------------
