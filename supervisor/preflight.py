@@ -25,6 +25,7 @@ from trainer.config import TrainerSettings, refuse_without_effect
 from trainer.heartbeat import connect
 from trainer.settings import SettingsError
 from trainer.snapshot import SHARED_MEMORY
+from trainer.whole import try_to_write
 
 PROBE_S = 2.0
 """How long a server may take to accept a connection and to answer."""
@@ -170,8 +171,15 @@ def _names(tree: ast.Module) -> set[str] | None:
 def _of_data(trainer: TrainerSettings, config_dir: Path) -> Iterator[str]:
     if not trainer.is_builtin or trainer.data.format == "ray":
         return
-    from trainer.data.files import DataMissing, find_files, format_of, was_tokenised
-    from trainer.disk_errors import DataUnavailable
+    from trainer.data.files import (
+        DataMissing,
+        cache_of,
+        find_files,
+        format_of,
+        no_cache,
+        was_tokenised,
+    )
+    from trainer.disk_errors import DataUnavailable, may_pass
 
     for held_out in (False, True):
         if held_out and not trainer.data.held_out_path:
@@ -187,6 +195,25 @@ def _of_data(trainer: TrainerSettings, config_dir: Path) -> Iterator[str]:
             yield from error.problems
         except DataUnavailable:
             return  # no mistake: the workers try again
+    if was_tokenised(trainer.data, config_dir) or not _is_tokenised(trainer, config_dir):
+        return
+    cache = cache_of(trainer.data, config_dir)
+    try:
+        try_to_write(cache)
+    except OSError as error:
+        if not may_pass(error):
+            yield from no_cache(cache, error).problems
+
+
+def _is_tokenised(trainer: TrainerSettings, config_dir: Path) -> bool:
+    """Whether a start keeps tokenised data; a model of bytes reads its texts as they are."""
+    from trainer.data.files import format_of
+
+    try:
+        is_text = format_of(trainer.data, config_dir) == "text"
+    except SettingsError:
+        return False  # which has been said
+    return not is_text or bool(trainer.model.pretrained)
 
 
 def _of_this_machine(settings: Settings) -> Iterator[str]:

@@ -14,7 +14,6 @@ import secrets
 import shutil
 import socket
 import stat
-import tempfile
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -42,7 +41,7 @@ from trainer.processes import (
     look_at_all,
 )
 from trainer.snapshot import directories_of, sweep
-from trainer.whole import write_whole
+from trainer.whole import try_to_write, write_whole
 
 log = structlog.get_logger(__name__)
 
@@ -50,7 +49,6 @@ EMBEDDED_MARK = "EVERSTEP_EMBEDDED"
 """Names a server that the job has started, in its environment and in that of its children."""
 SESSION = re.compile(r"[0-9a-f]{8}")  # what a mark begins with names the files of Ray's session
 _END_LIMIT_S = 10.0
-_PROBE_BYTES = 65536
 _MAY_BE_LINKS = ("checkpoints", "executables", "incidents", "logs", "tensorboard")
 
 
@@ -95,12 +93,10 @@ def why_unusable(run_dir: Path) -> str:
 
     Nothing is made: where the directory is not there yet, its nearest parent is tried.
     """
-    place = next(path for path in (run_dir, *run_dir.parents) if os.path.exists(path))  # noqa: PTH110
     try:
-        if place == run_dir and (why := _why_not_ours(run_dir)):
+        if os.path.exists(run_dir) and (why := _why_not_ours(run_dir)):  # noqa: PTH110
             return why
-        with tempfile.TemporaryFile(dir=place, buffering=0) as file:
-            file.write(bytes(_PROBE_BYTES))
+        try_to_write(run_dir)
     except OSError as error:
         return _cannot_be_used(run_dir, error)
     return ""

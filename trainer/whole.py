@@ -4,7 +4,10 @@ It neither makes directories nor reads.
 """
 
 import os
+import tempfile
 from pathlib import Path
+
+_PROBE_BYTES = 65536
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -45,3 +48,14 @@ def flush_tree(folder: Path) -> None:
         if not path.is_symlink():
             flush(path)
     flush(folder)
+
+
+def try_to_write(folder: Path) -> None:
+    """Raise the OSError that a write below the folder would meet, though it be still to be made.
+
+    Tried in the folder, or its nearest parent that is there, with a file without a name.
+    """
+    # Unlike those of Path, this one answers no where a parent may not be looked into.
+    place = next(path for path in (folder, *folder.parents) if os.path.exists(path))  # noqa: PTH110
+    with tempfile.TemporaryFile(dir=place, buffering=0) as file:
+        file.write(bytes(_PROBE_BYTES))

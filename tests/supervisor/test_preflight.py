@@ -97,6 +97,18 @@ def test_data_that_is_not_there_is_named_with_its_key(tmp_path: Path) -> None:
     assert str(tmp_path / "texts") in said
 
 
+def test_a_cache_that_cannot_be_written_is_named_with_its_key(tmp_path: Path) -> None:
+    """The workers found it, half a minute later, and the job ended with status 4."""
+    (tmp_path / "pairs.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    (tmp_path / "a_file").touch()
+    data = {"path": ["pairs.jsonl"], "cache": "a_file/cache"}
+    said = the_one(tmp_path, trainer={"data": data})
+    assert f"[trainer.data] cache: {tmp_path}/a_file/cache cannot be used: Not a dir" in said
+    assert found(tmp_path, trainer={"data": {**data, "cache": "new/cache"}}) == []
+    text = {"path": ["a_file"], "cache": "a_file/cache"}  # what is not tokenised needs no cache
+    assert found(tmp_path, trainer={"data": text}) == []
+
+
 def test_a_task_of_ones_own_need_not_have_the_data_of_the_builtin_one(tmp_path: Path) -> None:
     """What nothing reads may be anything."""
     (tmp_path / "mine.py").write_text("class Line: ...")

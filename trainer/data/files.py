@@ -103,6 +103,14 @@ def cache_of(settings: DataSettings, config_dir: Path) -> Path:
     return config_dir / Path(settings.cache).expanduser()
 
 
+def no_cache(place: object, error: OSError) -> SettingsError:
+    """What to raise where the folder of the tokenised data cannot be written."""
+    return SettingsError(
+        f"[trainer.data] cache: {place} cannot be used: {error.strerror}; "
+        "name a folder that can be written, with room for the tokenised data"
+    )
+
+
 def note_of(settings: DataSettings, config_dir: Path, tokenizer: str) -> Path:
     """The file that says which tokenised data these settings led to, with this tokenizer."""
     asked = settings.model_dump(

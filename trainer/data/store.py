@@ -36,8 +36,8 @@ from trainer.data.cache_files import (
     write_table,
 )
 from trainer.data.encoding import Part
+from trainer.data.files import no_cache
 from trainer.disk_errors import DataUnavailable, may_pass
-from trainer.settings import SettingsError
 from trainer.whole import flush
 
 log = structlog.get_logger()
@@ -168,10 +168,7 @@ def open_or_build(
     except OSError as error:
         if may_pass(error):
             raise  # a disk that stumbles may not at the next try
-        raise SettingsError(
-            f"[trainer.data] cache: {error.filename or path} cannot be used: {error.strerror}; "
-            "name a folder that can be written, with room for the tokenised data"
-        ) from error
+        raise no_cache(error.filename or path, error) from error
 
 
 @contextlib.contextmanager
