@@ -52,13 +52,20 @@ from supervisor.in_force import InForce, digest_of, keep, recall, steps_before
 from supervisor.journal import JOURNAL_FILE, Journal
 from supervisor.lock import Lock, acquire
 from supervisor.metrics import StepSums, last_row
-from supervisor.past import Past, job_after, past_of, past_on_disk, run_after
+from supervisor.past import (
+    Past,
+    job_after,
+    past_of,
+    past_on_disk,
+    run_after,
+    why_nothing_is_trained,
+)
 from supervisor.performers import Performers, start_of
 from supervisor.preflight import must_be_ready
 from supervisor.recorded import log_tail, rank_log
 from supervisor.redis_address import address_of, take_password
 from supervisor.run_code import RunCode
-from supervisor.run_directory import Watch, settle, store_name
+from supervisor.run_directory import Watch, settle, store_name, why_short_lived
 from supervisor.signals import Signals
 from supervisor.status import snapshot
 from supervisor.troubles import Troubles
@@ -639,6 +646,10 @@ class _Assembly:
             )
         else:
             log.info("job_begins", name=self.settings.job.name, run_dir=str(self.run_dir))
+        if why := why_short_lived(self.run_dir):
+            log.warning("run_dir_is_temporary", why=why)
+        if message := why_nothing_is_trained(past, self.settings.trainer.steps):
+            log.warning("nothing_is_trained", message=message)
 
     async def _connect_redis(self, stack: AsyncExitStack) -> None:
         heartbeats = self.settings.heartbeats

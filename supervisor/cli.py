@@ -169,6 +169,7 @@ def check(options: argparse.Namespace) -> int:
         template,
     )
     from supervisor.preflight import with_address
+    from supervisor.run_directory import why_short_lived
 
     if options.defaults or options.reference:
         print(template() if options.defaults else reference(), end="")
@@ -202,6 +203,8 @@ def check(options: argparse.Namespace) -> int:
         _say(f"\nWorkers have the environment of {whose}, and these variables:")
         _say("\n".join(f"  {name}={text}" for name, text in sorted(variables.items())))
         _say(f"\nThe settings are fine. Files go to {run_dir}")
+        if why := why_short_lived(run_dir):
+            _say(f"But: {why}.")
     return _predict_memory(settings, options) if options.memory else 0
 
 
@@ -471,6 +474,8 @@ def _print_result(run_dir: Path) -> None:
     step = "" if result.get("step") is None else f" at step {result['step']}"
     reason = f": {one_line(result['reason'])}" if result.get("reason") else ""
     _say(f"{result.get('state')}{step}{reason}")
+    if result.get("state") == "STOPPED":
+        _say("The command that started it goes on from there.")
     if result.get("steps_lost"):
         _say(f"Steps that were done after it and not saved: {result['steps_lost']}")
     if result.get("traceback"):

@@ -41,6 +41,16 @@ class Past:
     skip_through: int = -1
 
 
+def why_nothing_is_trained(past: Past, steps: int) -> str:
+    """Return that the job is further than it is to go, after a stop; "" if it is not."""
+    if past.committed_step <= steps or past.step_max >= 0:
+        return ""
+    return (
+        f"step {past.committed_step} is saved, beyond trainer.steps = {steps}: nothing is trained; "
+        "raise trainer.steps to go on"
+    )
+
+
 def past_of(records: Iterable[Record]) -> Past:
     """Read the records of one segment, in order."""
     state, run, active, committed_step = "", 0, 0, -1

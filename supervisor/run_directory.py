@@ -49,6 +49,7 @@ EMBEDDED_MARK = "EVERSTEP_EMBEDDED"
 """Names a server that the job has started, in its environment and in that of its children."""
 SESSION = re.compile(r"[0-9a-f]{8}")  # what a mark begins with names the files of Ray's session
 _END_LIMIT_S = 10.0
+_RAY_COPIES = "working_dir_files"  # what Ray names the folder of its copies
 _MAY_BE_LINKS = ("checkpoints", "executables", "incidents", "logs", "tensorboard")
 
 
@@ -100,6 +101,17 @@ def why_unusable(run_dir: Path) -> str:
     except OSError as error:
         return _cannot_be_used(run_dir, error)
     return ""
+
+
+def why_short_lived(run_dir: Path) -> str:
+    """Return why the directory will not be there for a next run; "" if nothing speaks for that."""
+    if _RAY_COPIES not in run_dir.parts:
+        return ""
+    return (
+        f"{run_dir} lies in Ray's own copy of the submitted working directory: Ray deletes it, and "
+        "another submission does not find its checkpoints; set job.run_dir to an absolute path "
+        "that all nodes share"
+    )
 
 
 def _cannot_be_used(run_dir: Path, error: OSError) -> str:

@@ -381,7 +381,9 @@ def test_stop_waits_for_the_end_and_tells_it(
     with daemon(run_dir, handler):
         assert main(["stop", "--config", str(config)]) == 0
     assert requests == [{"command": "stop", "now": False}]
-    assert "STOPPED at step 9: asked by an operator" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "STOPPED at step 9: asked by an operator" in said
+    assert "The command that started it goes on from there." in said
 
 
 def test_stop_gives_up_in_time(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

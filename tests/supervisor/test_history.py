@@ -6,7 +6,7 @@ import pytest
 
 from supervisor.history import recoveries
 from supervisor.journal import read_journal
-from supervisor.past import past_of
+from supervisor.past import Past, past_of, why_nothing_is_trained
 from tests.test_scenarios import TRACES
 
 
@@ -38,3 +38,12 @@ def test_what_is_past_is_read_without_the_table_that_wrote_it() -> None:
     assert past.committed_step == 40
     assert past.verified[-1] == (3, 40)
     assert past_of([]).state == ""
+
+
+def test_a_job_that_is_beyond_its_steps_is_said_to_train_nothing() -> None:
+    """Stopped at 164 of 1000 and resumed with 70: it started Ray, and was COMPLETED at 164."""
+    past = Past(state="STOPPED", committed_step=164)
+    assert "step 164 is saved, beyond trainer.steps = 70" in why_nothing_is_trained(past, 70)
+    assert why_nothing_is_trained(past, 164) == ""
+    rolled_back = Past(state="STOPPED", committed_step=164, step_max=50)
+    assert why_nothing_is_trained(rolled_back, 70) == ""

@@ -29,6 +29,7 @@ from supervisor.run_directory import (
     open_directory,
     settle,
     store_name,
+    why_short_lived,
     why_unusable,
 )
 from trainer.child import RUN
@@ -107,6 +108,13 @@ def test_a_place_that_cannot_be_used_is_known_before_anything_is_made(
     assert "cannot be used" in why_unusable(tmp_path / place)
     assert why_unusable(tmp_path / "new" / "job") == ""
     assert [entry.name for entry in tmp_path.iterdir()] == ["a_file"]
+
+
+def test_a_run_in_rays_copy_of_a_working_directory_is_said_to_be_lost(tmp_path: Path) -> None:
+    """`ray job submit` with a relative job.run_dir: no later submission found the checkpoints."""
+    copy = "session_latest/runtime_resources/working_dir_files/_ray_pkg_ef64e1dfb303af0e"
+    assert "set job.run_dir to an absolute path" in why_short_lived(tmp_path / copy / "runs/first")
+    assert why_short_lived(tmp_path / "runs/first") == ""
 
 
 @root_only
