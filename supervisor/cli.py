@@ -45,7 +45,12 @@ example:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
     make_tolerant()
-    options = _parser().parse_args(arguments)
+    try:
+        options = _parser().parse_args(arguments)
+    except BrokenPipeError:  # as below; help and version are printed while options are read
+        return _flushed(0)
+    except SystemExit as end:
+        raise SystemExit(_flushed(int(end.code or 0))) from None
     with in_background() if options.command is run else nullcontext():
         return _status_of(options)
 

@@ -349,6 +349,17 @@ def test_a_closed_pipe_is_no_error(run_dir: Path) -> None:
     assert done.stderr == ""
 
 
+@pytest.mark.parametrize("option", ["--version", "--help", "check --help"])
+def test_help_and_version_into_a_closed_pipe_are_no_error(option: str) -> None:
+    """`--version` into `head -0` ended with a traceback."""
+    code = (
+        "import os, sys; reader, writer = os.pipe(); os.close(reader); os.dup2(writer, 1); "
+        f"from supervisor.cli import main; sys.exit(main({option.split()!r}))"
+    )
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (told.returncode, told.stderr) == (0, "")
+
+
 def test_replay_of_a_journal_that_the_table_contradicts_ends_with_1(
     run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
