@@ -19,7 +19,7 @@ _STARTING = {
 }
 _DRAINING = {
     "last_call": "waiting a moment for the cause",
-    "saving": "a last checkpoint is written",
+    "saving": "a last checkpoint is written; a second Ctrl-C or signal stops without it",
     "evidence": "stacks and log tails are collected",
     "killing": "the workers are ended, and their end is proven",
 }
