@@ -44,14 +44,20 @@ _REDIS_START_LIMIT_S = 10.0
 _STOP_LIMIT_S = 10.0
 _PORT_TRIES = 5
 
+# With grpc installed, `ray start` would open a server for Ray's client mode, at a fixed port and
+# without a token, and has no option that forbids it. For this command grpc is not installed.
+_RAY_START = "import sys; sys.modules['grpc'] = None; import ray.scripts.scripts as ray; ray.main()"
+
 
 def authenticate(run_dir: Path) -> None:
     """Let this process speak to the job's own head: make a token for it, set Ray's variables.
 
+    In a job that was submitted to another cluster, what that cluster asks for is forgotten.
     Call it before anything imports Ray, which reads them once, and only for `address = "local"`:
     how to speak to another cluster is in the operator's environment.
     """
-    os.environ.pop("RAY_AUTH_TOKEN", None)
+    for name in ("RAY_AUTH_TOKEN", "RAY_JOB_CONFIG_JSON_ENV_VAR"):
+        os.environ.pop(name, None)
     if not EmbeddedRay(run_dir).is_alive():  # it may be of whoever handed the directory over
         (run_dir / TOKEN_FILE).unlink(missing_ok=True)
     os.environ.update(_ray_variables(_token(run_dir)))
@@ -264,8 +270,8 @@ def head_cpus() -> int:
 
 
 def _head_command(temp_dir: Path) -> list[str]:
-    command = [
-        *(sys.executable, "-P", "-m", "ray.scripts.scripts", "start", "--head"),
+    return [
+        *(sys.executable, "-P", "-c", _RAY_START, "start", "--head"),
         "--node-ip-address=127.0.0.1",
         "--port=0",
         "--min-worker-port=0",
@@ -279,10 +285,6 @@ def _head_command(temp_dir: Path) -> list[str]:
         f"--object-store-memory={OBJECT_STORE_BYTES}",
         f"--temp-dir={temp_dir}",
     ]
-    # With grpc installed Ray would open a server for its client mode, at a fixed port.
-    if importlib.util.find_spec("grpc") is not None:
-        command.append("--ray-client-server-port=0")
-    return command
 
 
 def _without_address(variables: Mapping[str, str]) -> dict[str, str]:

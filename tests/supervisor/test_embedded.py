@@ -177,6 +177,7 @@ def test_the_token_of_a_head_that_is_gone_is_not_used_again(
         monkeypatch.setenv(name, "former")
     for name in ("RAY_USAGE_STATS_ENABLED", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"):
         monkeypatch.setenv(name, "former")
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")  # of `ray job submit`
     path = tmp_path / "ray.token"
     authenticate(tmp_path)
     token = path.read_text()
@@ -186,7 +187,7 @@ def test_the_token_of_a_head_that_is_gone_is_not_used_again(
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert os.environ["RAY_AUTH_MODE"] == "token"
     assert os.environ["RAY_AUTH_TOKEN_PATH"] == str(path)
-    assert "RAY_AUTH_TOKEN" not in os.environ
+    assert not {"RAY_AUTH_TOKEN", "RAY_JOB_CONFIG_JSON_ENV_VAR"} & set(os.environ)
 
 
 _INTRUDE = """
@@ -252,6 +253,39 @@ def test_the_head_is_private_found_again_and_ended_with_all_that_is_below(
     assert not any(one.is_running() and one.status() != "zombie" for one in everything)
     assert not temp_dir.exists()
     assert not head.is_alive()
+
+
+_RAY_THAT_TELLS = """
+def main():
+    try:
+        import grpc
+    except ImportError:
+        raise SystemExit("without grpc")
+    raise SystemExit("with grpc")
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def test_the_head_starts_as_if_grpc_were_not_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside TensorBoard or ray[default] no job started: Ray refused the port of its client server.
+
+    Without that port it opens the server, to everybody.
+    """
+    for module, text in (
+        *(("grpc", ""), ("ray", ""), ("ray.scripts", "")),
+        ("ray.scripts.scripts", _RAY_THAT_TELLS),
+    ):
+        package = tmp_path / "site" / module.replace(".", "/")
+        package.mkdir(parents=True)
+        (package / "__init__.py").write_text(text)
+        (package / "__main__.py").write_text(f"from {module} import *\nglobals()['main']()\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
+    with pytest.raises(ClusterUnusable, match="without grpc"):
+        EmbeddedRay(tmp_path / "run").ensure()
 
 
 def test_a_head_that_cannot_start_says_why_and_leaves_nothing(
