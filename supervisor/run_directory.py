@@ -254,27 +254,36 @@ def _uses(pid: int, sessions: list[Path]) -> bool:
 
 
 class Watch:
-    """Notices that the directory was moved, deleted or replaced under a running job."""
+    """Notices that the directory was moved, deleted, replaced or emptied under a running job."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
         self._inode = identify(run_dir).inode
+        self._had_files = self._has_files()
         self._missed = 0
 
     def look(self) -> RunDirectoryLost | None:
         """Blocks as long as the disk does; what cannot be read proves nothing."""
+        what = ""
         try:
-            found = identify(self._run_dir).inode
+            if identify(self._run_dir).inode != self._inode:
+                what = "is another directory now"
+            elif self._had_files and not self._has_files():
+                # A deletion that meets a file written meanwhile leaves the directory itself.
+                what = "has lost its files"
         except (FileNotFoundError, NotADirectoryError):
-            found = -1
+            what = "is gone"
         except OSError:
             return None
-        self._missed = 0 if found == self._inode else self._missed + 1
+        self._missed = self._missed + 1 if what else 0
         if self._missed < 2:  # a file system over a network may err once
             return None
-        what = "is gone" if found == -1 else "is another directory now"
         return RunDirectoryLost(
             f"{self._run_dir} {what}: it was moved or deleted while the job ran, so the job was "
             "stopped without a save; move it back, and the same command goes on from its newest "
             "checkpoint"
         )
+
+    def _has_files(self) -> bool:
+        """Whether one is left of those that are there as long as a daemon runs."""
+        return any((self._run_dir / name).exists() for name in (IDENTITY_FILE, "journal.jsonl"))

@@ -5,8 +5,12 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from tests.faults.conftest import MakeJob
 from tests.faults.harness import Numbers
+
+full = pytest.mark.full
 
 
 def test_a_copy_of_a_running_job_leaves_the_original_alone(
@@ -41,6 +45,23 @@ def test_what_is_left_of_a_deleted_run_is_ended_before_the_next_begins(
     tiny.must_equal(undisturbed)
     assert tiny.result()["generations"] == 1
     assert not session.exists()
+
+
+@full
+def test_a_job_whose_directory_is_emptied_stops_with_a_sentence_and_leaves_nothing(
+    job: MakeJob,
+) -> None:
+    """`rm -rf` met a file that was written meanwhile: the job trained on without a journal."""
+    tiny = job(**{"trainer.options.pace_s": 0.3})
+    daemon = tiny.start()
+    daemon.until_committed()
+    for path in tiny.run_dir.iterdir():
+        subprocess.run(["rm", "-rf", path], check=False)
+    assert daemon.exit_status(20) == 4
+    assert "has lost its files" in daemon.tail()
+    assert "Traceback" not in daemon.output.read_text()
+    tiny.must_leave_nothing()
+    subprocess.run(["rm", "-rf", tiny.run_dir], check=True)
 
 
 def test_a_job_whose_directory_is_moved_stops_with_a_sentence_and_goes_on_once_it_is_back(

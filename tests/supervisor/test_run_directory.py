@@ -301,6 +301,18 @@ def test_a_directory_that_was_moved_or_replaced_is_noticed_on_the_second_look(
 # --- what lies in /tmp and /dev/shm -------------------------------------------------------------
 
 
+def test_a_directory_that_was_emptied_is_noticed_on_the_second_look(tmp_path: Path) -> None:
+    """`rm -rf` met a file that was written meanwhile: the job trained on without a journal."""
+    (tmp_path / "journal.jsonl").touch()
+    (tmp_path / "identity.json").touch()
+    watch = Watch(tmp_path)
+    (tmp_path / "journal.jsonl").rename(tmp_path / "journal.1.jsonl")  # as it rolls over
+    assert (watch.look(), watch.look()) == (None, None)
+    (tmp_path / "identity.json").unlink()
+    assert watch.look() is None
+    assert "has lost its files" in str(watch.look())
+
+
 def test_the_control_socket_of_a_later_daemon_is_left_alone(tmp_path: Path) -> None:
     """A frozen daemon that woke took the socket of its successor, and removed it at its end."""
 
