@@ -9,6 +9,7 @@ import ast
 import difflib
 import importlib.machinery
 import importlib.util
+import json
 import os
 import socket
 import sys
@@ -30,6 +31,9 @@ from trainer.whole import try_to_write
 PROBE_S = 2.0
 """How long a server may take to accept a connection and to answer."""
 
+_OUR_NAMES = ("supervisor", "trainer")
+_PACKAGE = "__init__.py"
+
 
 def problems(settings: Settings, config_dir: Path, password: str = "") -> Iterator[str]:
     """Yield what a start would fail on, each with the setting to change.
@@ -42,6 +46,7 @@ def problems(settings: Settings, config_dir: Path, password: str = "") -> Iterat
         yield from _of_this_machine(settings)
     else:
         yield from _of_cluster(settings.cluster.address)
+        yield from _of_submission(Path.cwd())
     if settings.heartbeats.redis_url != "local":
         yield from _of_redis(settings, config_dir, password)
 
@@ -89,8 +94,8 @@ def _of_task(trainer: TrainerSettings, config_dir: Path) -> Iterator[str]:
         yield f"{setting}: must name a module, not a file; did you mean {name}:{wanted}?"
         return
     top = module.partition(".")[0]
-    if top in sys.stdlib_module_names or top in ("trainer", "supervisor"):
-        owner = "everstep" if top in ("trainer", "supervisor") else "Python"
+    if top in sys.stdlib_module_names or top in _OUR_NAMES:
+        owner = "everstep" if top in _OUR_NAMES else "Python"
         yield f"{setting}: {top!r} is the name of a module of {owner} itself; rename yours"
         return
     try:
@@ -255,6 +260,25 @@ def _of_cluster(address: str) -> Iterator[str]:
             f"cluster.address = {address!r}: {fault}; start the head of the cluster there, or "
             'write "local" for a Ray of the job\'s own'
         )
+
+
+def _of_submission(folder: Path) -> Iterator[str]:
+    """What `ray job submit --working-dir` puts first on the path of all workers of Ray."""
+    try:
+        submitted = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", ""))
+        is_first = bool(submitted["runtime_env"]["working_dir"])
+    except (ValueError, LookupError, TypeError):
+        is_first = False
+    if not is_first:
+        return
+    for owner, names in (("Python", sys.stdlib_module_names), ("everstep", _OUR_NAMES)):
+        for name in sorted(names):
+            file = next(filter(Path.is_file, (folder / f"{name}.py", folder / name / _PACKAGE)), "")
+            if file:
+                yield (
+                    f"{file}: Ray's workers look into the submitted working directory first, and "
+                    f"would take it for the module {name!r} of {owner} itself; rename it"
+                )
 
 
 def _of_redis(settings: Settings, config_dir: Path, password: str) -> Iterator[str]:

@@ -134,6 +134,25 @@ def test_gpus_that_are_not_there_are_said(tmp_path: Path, monkeypatch: pytest.Mo
     assert "needs 2 GPUs, this machine has 0" in said
 
 
+def test_a_name_that_hides_a_module_from_rays_workers_is_refused_in_a_submitted_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three times "slot 1 has died: it could not be created: ImportError", for a trainer.py."""
+    (tmp_path / "trainer.py").touch()
+    (tmp_path / "queue").mkdir()
+    (tmp_path / "queue" / "__init__.py").touch()
+    (tmp_path / "json").mkdir()  # a folder of data: no package
+    monkeypatch.chdir(tmp_path)
+    with listening() as port:
+        cluster = {"address": f"127.0.0.1:{port}"}
+        assert found(tmp_path, cluster=cluster) == []
+        submitted = '{"runtime_env": {"working_dir": "gcs://_ray_pkg_ef64e1df.zip"}}'
+        monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", submitted)
+        queue, trainer = found(tmp_path, cluster=cluster)
+    assert "queue/__init__.py: Ray's workers look into the submitted working directory" in queue
+    assert "module 'trainer' of everstep itself; rename it" in trainer
+
+
 def test_an_address_where_nothing_listens_is_refused_with_its_setting(tmp_path: Path) -> None:
     """Three tries of a minute each ended in "Ray: _join: no answer"."""
     with listening() as port:
