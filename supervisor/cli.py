@@ -366,7 +366,7 @@ def runs(options: argparse.Namespace) -> int:
     """List the jobs below the directory of this one: state, step and loss as their files say."""
     from supervisor.jobs import list_jobs
 
-    parent = _run_dir(options).parent
+    parent = _place(options).parent
     rows = list_jobs(parent)
     if options.json:
         print(json.dumps(rows, indent=2))
@@ -375,6 +375,7 @@ def runs(options: argparse.Namespace) -> int:
         raise OperatorError(f"{parent}: no job has run here")
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(box=None, pad_edge=False, header_style="dim")
     for heading in ("job", "state", "generation", "step", "loss"):
@@ -386,9 +387,10 @@ def runs(options: argparse.Namespace) -> int:
         state = row["state"] or "-"
         state += "" if row["running"] or has_ended else " (no daemon)"
         if row["problem"]:
-            state = f"not readable: {printable(row['problem'])}"
+            state = f"not readable: {row['problem']}"
         generation = "-" if row["generation"] is None else str(row["generation"])
-        table.add_row(row["job"], state, generation, step, loss)
+        cells = (row["job"], state, generation, step, loss)
+        table.add_row(*(Text(printable(cell)) for cell in cells))
     Console().print(table)
     return 0
 
@@ -438,6 +440,15 @@ def fault(options: argparse.Namespace) -> int:
 
 
 def _run_dir(options: argparse.Namespace) -> Path:
+    """`<run_dir>/<job>` as `_place` finds it. Raises OperatorError if it holds what is no file."""
+    from supervisor.run_directory import require_plain_files
+
+    run_dir = _place(options)
+    require_plain_files(run_dir)
+    return run_dir
+
+
+def _place(options: argparse.Namespace) -> Path:
     """`<run_dir>/<job>`, given by --run or found through the settings."""
     if options.run is not None:
         return Path(options.run).resolve()

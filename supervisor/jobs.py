@@ -9,6 +9,7 @@ from supervisor.errors import DiskError, EverstepError, OperatorError
 from supervisor.fsm.states import TERMINAL
 from supervisor.lock import acquire, is_held
 from supervisor.recorded import recorded_status
+from supervisor.run_directory import require_plain_files
 
 _COLUMNS = ("state", "generation", "step", "loss")
 
@@ -25,6 +26,7 @@ def list_jobs(parent: Path) -> list[dict[str, Any]]:
             continue
         known, is_running, problem = dict.fromkeys(_COLUMNS), False, None
         try:
+            require_plain_files(path)
             if (found := recorded_status(path)) is None:
                 continue
             known = {key: found[key] for key in _COLUMNS}

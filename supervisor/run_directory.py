@@ -21,7 +21,7 @@ from typing import Any
 
 import structlog
 
-from supervisor.errors import DiskError, RunDirectoryLost
+from supervisor.errors import DiskError, OperatorError, RunDirectoryLost
 from trainer.child import RUN, machine
 from trainer.private import (
     IDENTITY_FILE,
@@ -139,6 +139,34 @@ def _why_not_ours(run_dir: Path) -> str:
             if entry.is_symlink() and not (entry.name in _MAY_BE_LINKS and entry.is_dir()):
                 return f"{entry.path} is a symbolic link; put the file itself there"
     return ""
+
+
+def require_plain_files(run_dir: Path) -> None:
+    """Check, before a command reads a directory, that nothing in it blocks or never ends.
+
+    It may be another user's: a pipe named like the journal held `status` for ever, a link to
+    /dev/zero took all memory. Raises OperatorError that names the entry.
+    """
+    try:
+        incidents = [path for path in (run_dir / "incidents").iterdir() if path.is_dir()]
+    except OSError:
+        incidents = []
+    for folder in (run_dir, *incidents):
+        with (
+            suppress(FileNotFoundError, NotADirectoryError, PermissionError),
+            os.scandir(folder) as entries,
+        ):
+            for entry in entries:
+                _require_plain(Path(entry.path))
+
+
+def _require_plain(path: Path) -> None:
+    try:
+        mode = path.stat().st_mode
+    except OSError:
+        return  # a link to nothing, for one: whatever reads it says so
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        raise OperatorError(f"{path} is neither a file nor a directory; nothing here was read")
 
 
 def _owner_of_new_files(run_dir: Path) -> int:

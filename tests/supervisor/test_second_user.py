@@ -1,0 +1,63 @@
+"""What a second user of the machine can put where commands look, and what comes of it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from supervisor.cli import main
+
+COMMANDS = (
+    ["status"],
+    ["status", "--json"],
+    ["events"],
+    ["replay"],
+    ["stop", "--timeout", "1"],
+    ["fault", "--rank", "0", "--kind", "kill"],
+)
+FILES = ("journal.jsonl", "result.json", "metrics.jsonl", "control", "lock", "identity.json")
+HOSTILE = {"a pipe": os.mkfifo, "a device": lambda path: path.symlink_to("/dev/zero")}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+@pytest.mark.parametrize("name", [*FILES, "incidents/0001/incident.json"])
+def test_nothing_in_a_directory_of_another_user_holds_a_command_or_fills_its_memory(
+    tmp_path: Path, name: str, what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An administrator asked for the status of a user's job, and `status` never came back."""
+    path = tmp_path / "first" / name
+    path.parent.mkdir(parents=True)
+    make: Callable[[Path], None] = HOSTILE[what]
+    make(path)
+    for command in COMMANDS:
+        assert main([*command, "--run", str(tmp_path / "first")]) == 1
+        assert f"{path} is neither a file nor a directory" in capsys.readouterr().err
+
+
+def test_a_job_that_cannot_be_read_hides_none_beside_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One file that was no journal, in a directory that others share, and `runs` listed nothing."""
+    ended = {"state": "COMPLETED", "step": 60}
+    for name in ("ours", "pipe", "text", "\x1b[2J"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "result.json").write_text(json.dumps(ended))
+    os.mkfifo(tmp_path / "pipe" / "control")
+    (tmp_path / "text" / "journal.jsonl").write_text("no journal\n")
+    assert main(["runs", "--run", str(tmp_path / "pipe")]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "ours" in told
+    assert "\x1b" not in told
+    assert told.count("COMPLETED") == 2
+    assert told.count("not readable") == 2
+    assert main(["runs", "--json", "--run", str(tmp_path / "ours")]) == 0
+    rows = {row["job"]: row for row in json.loads(capsys.readouterr().out)}
+    assert rows["ours"]["state"] == "COMPLETED"
+    assert rows["ours"]["problem"] is None
+    assert "neither a file nor a directory" in rows["pipe"]["problem"]
+    assert "journal.jsonl, line 1" in rows["text"]["problem"]
+    assert rows["text"]["state"] is None
