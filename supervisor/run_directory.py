@@ -40,7 +40,7 @@ from trainer.processes import (
     is_in_our_world,
     look_at_all,
 )
-from trainer.snapshot import directories_of, sweep
+from trainer.snapshot import directories_of, named_directory, sweep
 from trainer.whole import try_to_write, write_whole
 
 log = structlog.get_logger(__name__)
@@ -199,7 +199,7 @@ def settle(run_dir: Path) -> None:
                 )
             end_strays(run_dir)
         name = str(before.get("name", "")) if same else ""
-        if not name or not is_usable(tmp_directory(name)):
+        if not name or _is_squatted(run_dir, name):
             name = secrets.token_hex(4)
         found = identity_record(run_dir)
         now = {**found, "host": socket.gethostname(), "path": str(run_dir), "name": name}
@@ -210,6 +210,15 @@ def settle(run_dir: Path) -> None:
     if not same:
         for directory in directories_of(run_dir):
             sweep(directory)
+
+
+def _is_squatted(run_dir: Path, name: str) -> bool:
+    """Whether another user holds what is named so: names in /tmp and /dev/shm can be read by all.
+
+    What living workers use is ours, and nobody else can remove it: they keep their name.
+    """
+    in_tmp = is_usable(tmp_directory()) or is_usable(tmp_directory(name))
+    return not (in_tmp and is_usable(named_directory(run_dir, name)))
 
 
 def store_name(run_dir: Path) -> str:

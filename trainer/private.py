@@ -56,8 +56,12 @@ def short_directory(run_dir: Path) -> Path:
 
 
 def _short_directory(run_dir: Path) -> Path:
-    path = tmp_directory()
-    return path if is_usable(path) else tmp_directory(run_name(run_dir))
+    """The user's own, or that of the run if another user had made the other, or removed it since.
+
+    One run keeps to one directory, or its later processes would not find what the earlier made.
+    """
+    path, own = tmp_directory(), tmp_directory(run_name(run_dir))
+    return path if is_usable(path) and not (own.exists() and is_usable(own)) else own
 
 
 def socket_path(run_dir: Path, name: str = "") -> Path:

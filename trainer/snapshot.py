@@ -85,7 +85,11 @@ def directory_of(run_dir: Path | str) -> Path:
 
     Part of it is the run's random name: another user cannot make it first.
     """
-    name = run_name(Path(run_dir))
+    return named_directory(run_dir, run_name(Path(run_dir)))
+
+
+def named_directory(run_dir: Path | str, name: str) -> Path:
+    """The same for a name that the run has not been given yet."""
     return SHARED_MEMORY / f"everstep-{os.getuid()}-{_digest(run_dir)[: 16 - len(name)]}{name}"
 
 

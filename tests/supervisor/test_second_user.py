@@ -10,6 +10,10 @@ from pathlib import Path
 import pytest
 
 from supervisor.cli import main
+from supervisor.run_directory import settle
+from trainer import private
+from trainer.private import remove_sockets, run_name, short_directory, tmp_directory
+from trainer.snapshot import directory_of
 
 COMMANDS = (
     ["status"],
@@ -19,6 +23,8 @@ COMMANDS = (
     ["stop", "--timeout", "1"],
     ["fault", "--rank", "0", "--kind", "kill"],
 )
+NOBODY = 65534
+root_only = pytest.mark.skipif(os.getuid() != 0, reason="needs root, to be another user")
 FILES = ("journal.jsonl", "result.json", "metrics.jsonl", "control", "lock", "identity.json")
 HOSTILE = {"a pipe": os.mkfifo, "a device": lambda path: path.symlink_to("/dev/zero")}
 
@@ -61,3 +67,52 @@ def test_a_job_that_cannot_be_read_hides_none_beside_it(
     assert "neither a file nor a directory" in rows["pipe"]["problem"]
     assert "journal.jsonl, line 1" in rows["text"]["problem"]
     assert rows["text"]["state"] is None
+
+
+@root_only
+def test_a_name_that_others_have_read_and_taken_is_not_used_again(tmp_path: Path) -> None:
+    """They had seen it in /dev/shm: from the next start on the job took no snapshots."""
+    settle(tmp_path)
+    squatted = directory_of(tmp_path)
+    squatted.mkdir()
+    try:
+        os.chown(squatted, NOBODY, NOBODY)
+        settle(tmp_path)
+        assert directory_of(tmp_path) != squatted
+    finally:
+        squatted.rmdir()
+
+
+@root_only
+def test_a_name_that_is_not_needed_may_be_taken(tmp_path: Path) -> None:
+    """A daemon that came back gave its living workers another name, and did not find them."""
+    settle(tmp_path)
+    name = run_name(tmp_path)
+    squatted = tmp_directory(name)
+    squatted.mkdir()
+    try:
+        os.chown(squatted, NOBODY, NOBODY)
+        settle(tmp_path)
+        assert run_name(tmp_path) == name
+    finally:
+        squatted.rmdir()
+
+
+@root_only
+def test_a_squatter_in_tmp_that_leaves_moves_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sockets made until then were neither touched nor, at the end, removed."""
+    monkeypatch.setattr(
+        private, "tmp_directory", lambda name="": tmp_path / f"tmp{name and '-'}{name}"
+    )
+    settle(tmp_path)
+    (tmp_path / "tmp").mkdir()
+    os.chown(tmp_path / "tmp", NOBODY, NOBODY)
+    place = short_directory(tmp_path)
+    assert place != tmp_path / "tmp"
+    (tmp_path / "tmp").rmdir()
+    assert short_directory(tmp_path) == place
+    remove_sockets(tmp_path)
+    assert not place.exists()
+    assert short_directory(tmp_path) == tmp_path / "tmp"
