@@ -38,6 +38,7 @@ from trainer.whole import write_whole
 
 RECORD_FILE = "embedded.json"
 TOKEN_FILE = "ray.token"
+RAYLET_VARIABLE = "RAY_RAYLET_PID"  # whom a process of Ray must not outlive
 OBJECT_STORE_BYTES = 90_000_000  # all that crosses Ray is short text; Ray wants 75 MiB at least
 _RAY_START_LIMIT_S = 60.0
 _REDIS_START_LIMIT_S = 10.0
@@ -145,7 +146,7 @@ class EmbeddedRay:
         }
         self._record.write(record)
         variables = {
-            **_without_address(os.environ),
+            **_for_a_head(os.environ),
             **_ray_variables(token),
             EMBEDDED_MARK: mark,
             RUN: str(self._run_dir),
@@ -287,8 +288,9 @@ def _head_command(temp_dir: Path) -> list[str]:
     ]
 
 
-def _without_address(variables: Mapping[str, str]) -> dict[str, str]:
-    unwanted = ("RAY_ADDRESS", "RAY_AUTH_TOKEN")
+def _for_a_head(variables: Mapping[str, str]) -> dict[str, str]:
+    """Leave out what names another cluster, or this process."""
+    unwanted = ("RAY_ADDRESS", "RAY_AUTH_TOKEN", RAYLET_VARIABLE)
     return {name: text for name, text in variables.items() if name not in unwanted}
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from supervisor.embedded import RAYLET_VARIABLE
 from trainer.worker import GROUPS, ResilientWorker
 
 NAMESPACE = "everstep"
@@ -49,11 +50,22 @@ class _Unchanged(list[str]):
         """Leave it as it is."""
 
 
+def outlive_raylet() -> None:
+    """Keep Ray (2.60) from ending this process with its raylet. Call it before Ray is imported.
+
+    Its library calls `_exit(1)` when it then writes to the raylet, unless the process that should
+    outlive it is alive: the one named here, or else the parent if that is not process 1. A daemon
+    under systemd, in a container or after `nohup` has process 1 as its parent.
+    """
+    os.environ[RAYLET_VARIABLE] = str(os.getpid())
+
+
 def connect(address: str) -> None:
     """Make this process a driver of the cluster at `address`; a former connection ends.
 
     It asks for no runtime environment: within a submitted job that of the job counts.
     """
+    outlive_raylet()
     import ray
 
     if ray.is_initialized():
@@ -136,6 +148,7 @@ def address_here() -> str:
 
 def gpus_here() -> int:
     """Return how many GPUs Ray would find on this machine; what hides devices counts."""
+    outlive_raylet()
     from ray._private.accelerators import get_accelerator_manager_for_resource
 
     manager = get_accelerator_manager_for_resource("GPU")

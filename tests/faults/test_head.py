@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -61,6 +63,41 @@ def test_a_head_that_is_killed_with_all_its_workers_is_replaced_by_the_daemon(
     tiny.must_equal(undisturbed)
     assert tiny.result()["failures"] == 1
     tiny.note_recoveries(f"Ray head, {kind}")
+
+
+_AS_PROCESS_1 = """
+import os, subprocess, sys
+daemon = subprocess.Popen(sys.argv[1:])
+while (ended := os.wait())[0] != daemon.pid:
+    pass
+sys.exit(os.waitstatus_to_exitcode(ended[1]))
+"""
+
+
+@full
+def test_a_daemon_whose_parent_is_process_1_outlives_its_ray_head(
+    job: MakeJob, undisturbed: Numbers
+) -> None:
+    """Under systemd, in a container or after nohup it ended with status 1, without a word.
+
+    One request that any user of the machine may send ends Ray's control plane (RaySyncer/StartSync
+    without its header, in Ray 2.60), and the daemon went with it.
+    """
+    tiny = job(**{**STANDBY, "trainer.options.pace_s": 0.3})
+    namespace = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
+    daemon = tiny.start(under=(*namespace, sys.executable, "-c", _AS_PROCESS_1))
+    daemon.until("standby_ready")
+    (control,) = (
+        one
+        for one in tiny.processes()
+        if Path(f"/proc/{one.pid}/exe").readlink().name == "gcs_server"
+    )
+    os.kill(control.pid, signal.SIGKILL)
+    daemon.until("cluster_lost")
+    daemon.until("slots_placed", placement=2)
+    assert daemon.exit_status() == 0
+    tiny.must_equal(undisturbed)
+    assert tiny.result()["failures"] == 1
 
 
 @full
