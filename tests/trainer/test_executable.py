@@ -14,6 +14,7 @@ import jax
 import numpy as np
 import pytest
 
+import trainer
 from tests.trainer.test_task import Sum, context
 from trainer import executable, step
 from trainer.checkpoint import digests
@@ -348,3 +349,27 @@ def test_only_the_newest_files_stay(folder: Path, layout: Layout) -> None:
     assert len(list(folder.iterdir())) == 2 * executable.KEPT + 1
     assert living.exists()  # of another rank, which was robbed of it before it could rename it
     assert (folder / f"{executable.KEPT + 2}.bin").exists()
+
+
+def test_every_source_of_the_trainer_is_part_of_the_key(
+    folder: Path, layout: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder of sources that the key did not see kept a program that a newer version had changed:
+    it would be loaded, and compute what the older one did."""
+    task = Traced(context(folder.parent))
+    shapes = step.shapes_of(task, layout, 3)
+    sources = sorted(Path(trainer.__file__).parent.rglob("*.py"))
+    read, edited = Path.read_bytes, set[Path]()
+    monkeypatch.setattr(
+        Path, "read_bytes", lambda path: read(path) + (b"#" if path in edited else b"")
+    )
+
+    def key(*changed: Path) -> str:
+        edited.clear()
+        edited.update(changed)
+        return executable.key_of(task, layout, shapes, {})
+
+    before = key()
+    assert len(sources) > 50
+    assert [path for path in sources if key(path) == before] == []
+    assert key() == before

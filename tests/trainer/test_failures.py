@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
+import types
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from trainer import failures
+import trainer
+import trainer.data
+from trainer import failures, model, optimizer
 from trainer.drills import DrillError
 from trainer.environment import AddressTaken, JoinFailed
 from trainer.settings import SettingsError
 from trainer.task import TaskError
+from trainer.tasks.language_model import LanguageModel
 
 
 class JaxRuntimeError(RuntimeError):
@@ -185,3 +190,32 @@ def test_what_a_report_leaves_out_is_kept_elsewhere() -> None:
     long = "head " + "x" * 10_000 + " middle " + "y" * 10_000 + " tail"
     assert "middle" not in failures.describe(raised(ValueError(long))).message
     assert long in failures.whole_text(raised(ValueError(long)))
+
+
+def raised_as_if_in(path: Path) -> BaseException:
+    """An error with one frame, which lies in that file."""
+    with pytest.raises(ValueError, match="x") as caught:
+        types.FunctionType(compile("raise ValueError('x')", str(path), "exec"), {})()
+    return caught.value.with_traceback(caught.tb.tb_next)
+
+
+def test_of_all_our_modules_only_those_of_the_built_in_task_are_judged_as_a_users() -> None:
+    """An error in our loop or in a save is ours, and a retry may mend it; one in what the built-in
+    task computes or reads is its author's, as for any other task. Blame goes by folders."""
+    package = Path(trainer.__file__).parent
+    of_the_task = {
+        Path(inspect.getfile(one)).resolve() for one in (LanguageModel, model, optimizer)
+    } | {path.resolve() for path in Path(trainer.data.__file__).parent.rglob("*.py")}
+    blamed = {
+        path for path in package.rglob("*.py") if failures.describe(raised_as_if_in(path)).user
+    }
+    # Packages that only say what is in them raise nothing.
+    assert {path for path in blamed ^ of_the_task if path.name != "__init__.py"} == set()
+    assert len(of_the_task) > 10
+
+
+def test_the_place_of_an_error_is_in_our_own_code_where_nothing_of_the_users_is() -> None:
+    """Frames of libraries say little about what everstep was doing."""
+    for path in Path(trainer.__file__).parent.rglob("*.py"):
+        report = failures.describe(raised_as_if_in(path))
+        assert report.frame.startswith(f"{path}:1 ")
