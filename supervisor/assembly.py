@@ -13,21 +13,32 @@ from typing import Any
 
 import structlog
 
-from supervisor.adoption import (
+from supervisor.cluster.own_servers import EmbeddedRay, EmbeddedRedis, authenticate
+from supervisor.cluster.ray_cluster import RayCluster
+from supervisor.cluster.user_code import RunCode
+from supervisor.config import Settings, job_directory
+from supervisor.console.control import Answer, Control, Request
+from supervisor.console.display import Display
+from supervisor.console.drills import Drills
+from supervisor.console.preflight import must_be_ready
+from supervisor.console.status import snapshot
+from supervisor.console.status_from_files import log_tail, rank_log
+from supervisor.daemon.adoption import (
     Inheritance,
     bring_down,
     go_on,
     inherit,
     leaving_workers_alone,
 )
-from supervisor.cluster import RayCluster
-from supervisor.commits import CheckedCommits
-from supervisor.config import Settings, job_directory
-from supervisor.control import Answer, Control, Request
-from supervisor.daemon import Clock, Daemon, header_of
-from supervisor.display import Display
-from supervisor.drills import Drills
-from supervisor.embedded import EmbeddedRay, EmbeddedRedis, authenticate
+from supervisor.daemon.checked_commits import CheckedCommits
+from supervisor.daemon.disk_problems import Troubles
+from supervisor.daemon.lock import Lock, acquire
+from supervisor.daemon.loop import Clock, Daemon, header_of
+from supervisor.daemon.performers import Performers, start_of
+from supervisor.daemon.roster import silence
+from supervisor.daemon.signals import Signals
+from supervisor.disk.run_directory import Watch, settle, store_name, why_short_lived
+from supervisor.disk.run_files import RESULT_FILE, RunFiles
 from supervisor.errors import (
     DeveloperError,
     DiskError,
@@ -35,12 +46,11 @@ from supervisor.errors import (
     RunDirectoryLost,
     Superseded,
 )
-from supervisor.files import RESULT_FILE, RunFiles
 from supervisor.fsm import effects as x
 from supervisor.fsm import events as e
 from supervisor.fsm.job import Limits
 from supervisor.fsm.states import TERMINAL, State
-from supervisor.heartbeats import (
+from supervisor.health.store import (
     Deadlines,
     HeartbeatMonitor,
     RedisStore,
@@ -48,11 +58,10 @@ from supervisor.heartbeats import (
     Suspicion,
     watch,
 )
-from supervisor.in_force import InForce, digest_of, keep, recall, steps_before
-from supervisor.journal import JOURNAL_FILE, Journal
-from supervisor.lock import Lock, acquire
-from supervisor.metrics import StepSums, last_row
-from supervisor.past import (
+from supervisor.health.store_address import address_of, take_password
+from supervisor.record.journal import JOURNAL_FILE, Journal
+from supervisor.record.metrics import StepSums, last_row
+from supervisor.record.previous_run import (
     Past,
     job_after,
     past_of,
@@ -60,22 +69,14 @@ from supervisor.past import (
     run_after,
     why_nothing_is_trained,
 )
-from supervisor.performers import Performers, start_of
-from supervisor.preflight import must_be_ready
-from supervisor.recorded import log_tail, rank_log
-from supervisor.redis_address import address_of, take_password
-from supervisor.run_code import RunCode
-from supervisor.run_directory import Watch, settle, store_name, why_short_lived
-from supervisor.signals import Signals
-from supervisor.status import snapshot
-from supervisor.troubles import Troubles
-from supervisor.workers import silence
-from trainer.heartbeat import BeatMessage, StoreAddress, canary_key
-from trainer.orphans import how_they_ended
-from trainer.pace import DEFAULT_FAILURE_EVERY_S
-from trainer.private import remove_sockets, touch_sockets
-from trainer.snapshot import SnapshotError, sweep
-from trainer.snapshot import directory_of as snapshot_directory
+from supervisor.record.settings_in_force import InForce, digest_of, keep, recall, steps_before
+from trainer.host.private_directories import remove_sockets, touch_sockets
+from trainer.slot.orphans import how_they_ended
+from trainer.state.snapshot import SnapshotError, sweep
+from trainer.state.snapshot import directory_of as snapshot_directory
+from trainer.wire.heartbeat import BeatMessage, canary_key
+from trainer.wire.spec import DEFAULT_FAILURE_EVERY_S
+from trainer.wire.store_address import StoreAddress
 
 log = structlog.get_logger(__name__)
 

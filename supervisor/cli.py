@@ -15,12 +15,12 @@ from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
+from supervisor.console.output import in_background
 from supervisor.errors import EverstepError, NotRunning, OperatorError
-from supervisor.output import in_background
-from trainer import heartbeat
-from trainer.drills import KINDS
-from trainer.printable import make_tolerant, one_line, printable
+from trainer.host.printable import make_tolerant, one_line, printable
 from trainer.settings import SettingsError, read_settings
+from trainer.wire import heartbeat
+from trainer.wire.faults import KINDS
 
 PHASES = tuple(phase for phase in heartbeat.PHASES if phase != "wait")
 _DEFAULT_CONFIG = "job.toml"
@@ -101,17 +101,17 @@ def _flushed(status: int) -> int:
 def run(options: argparse.Namespace) -> int:
     """Run the job in the foreground until it ends."""
     from supervisor.config import Settings, job_directory
+    from supervisor.console.output import appended, errors_beside
+    from supervisor.daemon.signals import ignore
+    from supervisor.disk.run_directory import open_directory, why_unusable
     from supervisor.errors import DiskError
     from supervisor.log import LOG_FILE, configure
-    from supervisor.output import appended, errors_beside
-    from supervisor.run_directory import open_directory, why_unusable
-    from supervisor.signals import ignore
-    from trainer.processes import raise_file_limit
+    from trainer.host.processes import raise_file_limit
 
     raise_file_limit()
     os.umask(0o077)  # whatever a run leaves is its owner's, and so is what our children leave
     config_path = Path(options.config).resolve()
-    from supervisor.preflight import with_address
+    from supervisor.console.preflight import with_address
 
     settings, origins = read_settings(Settings, options.config, options.set)
     settings = with_address(settings)
@@ -121,7 +121,7 @@ def run(options: argparse.Namespace) -> int:
     if why := why_unusable(run_dir):
         raise SettingsError(why)
     if options.fresh:
-        from supervisor.jobs import set_aside
+        from supervisor.console.jobs import set_aside
 
         if earlier := set_aside(run_dir):
             print(f"Starting over; the earlier run is kept in {earlier}", file=sys.stderr)
@@ -173,8 +173,8 @@ def check(options: argparse.Namespace) -> int:
         reference,
         template,
     )
-    from supervisor.preflight import with_address
-    from supervisor.run_directory import why_short_lived
+    from supervisor.console.preflight import with_address
+    from supervisor.disk.run_directory import why_short_lived
 
     if options.defaults or options.reference:
         print(template() if options.defaults else reference(), end="")
@@ -215,7 +215,7 @@ def check(options: argparse.Namespace) -> int:
 
 def _variables_of_workers(settings: Any) -> dict[str, str]:
     """What a worker's environment has, whatever it is started from."""
-    from trainer.environment import worker_environment
+    from trainer.host.environment import worker_environment
 
     cluster = settings.cluster
     return worker_environment(
@@ -225,9 +225,9 @@ def _variables_of_workers(settings: Any) -> dict[str, str]:
 
 def _missing(settings: Any, config: str, run_dir: Path) -> list[str]:
     """What a start would fail on: a place, code, data, servers and devices that are not there."""
-    from supervisor.preflight import problems
-    from supervisor.redis_address import take_password
-    from supervisor.run_directory import why_unusable
+    from supervisor.console.preflight import problems
+    from supervisor.disk.run_directory import why_unusable
+    from supervisor.health.store_address import take_password
 
     found = problems(settings, Path(config).resolve().parent, take_password())
     return [*filter(None, [why_unusable(run_dir)]), *found]
@@ -237,10 +237,10 @@ def _predict_memory(settings: Any, options: argparse.Namespace) -> int:
     """In a process of its own: JAX does not belong into this one, nor does the user's task."""
     import subprocess
 
-    from trainer.memory import LIMIT_S, environment_for
+    from trainer.predict_memory import LIMIT_S, environment_for
 
     devices = settings.cluster.workers * max(1, settings.cluster.gpus_per_worker)
-    command = [sys.executable, "-P", "-m", "trainer.memory"]
+    command = [sys.executable, "-P", "-m", "trainer.predict_memory"]
     command += ["--config", str(options.config)] if options.config else []
     for override in options.set:
         command += ["--set", override]
@@ -270,8 +270,8 @@ def _predict_memory(settings: Any, options: argparse.Namespace) -> int:
 
 def status(options: argparse.Namespace) -> int:
     """Print the state of the job: asked of its daemon, or read from its files."""
-    from supervisor.control import ask
-    from supervisor.recorded import recorded_status
+    from supervisor.console.control import ask
+    from supervisor.console.status_from_files import recorded_status
 
     run_dir = _run_dir(options)
     try:
@@ -289,7 +289,7 @@ def status(options: argparse.Namespace) -> int:
     else:
         from rich.console import Console
 
-        from supervisor.display import render
+        from supervisor.console.display import render
 
         Console().print(render(snapshot))
     return 0
@@ -297,9 +297,9 @@ def status(options: argparse.Namespace) -> int:
 
 def events(options: argparse.Namespace) -> int:
     """Print the decisions of the job's journal, oldest first."""
-    from supervisor.journal import read_history
-    from supervisor.recorded import JOURNAL_FILE
-    from supervisor.story import tell
+    from supervisor.console.narrate import tell
+    from supervisor.console.status_from_files import JOURNAL_FILE
+    from supervisor.record.journal import read_history
 
     path = _run_dir(options) / JOURNAL_FILE
     if not path.exists() and not options.follow:
@@ -324,8 +324,8 @@ def events(options: argparse.Namespace) -> int:
 
 def replay(options: argparse.Namespace) -> int:
     """Run the recorded events through the state machine again; status 1 at the first difference."""
-    from supervisor.recorded import JOURNAL_FILE
-    from supervisor.replay import replay_file
+    from supervisor.console.status_from_files import JOURNAL_FILE
+    from supervisor.record.replay import replay_file
 
     path = Path(options.file) if options.file else _run_dir(options) / JOURNAL_FILE
     if not path.is_file():
@@ -364,7 +364,7 @@ def graph(options: argparse.Namespace) -> int:
 
 def runs(options: argparse.Namespace) -> int:
     """List the jobs below the directory of this one: state, step and loss as their files say."""
-    from supervisor.jobs import list_jobs
+    from supervisor.console.jobs import list_jobs
 
     parent = _place(options).parent
     rows = list_jobs(parent)
@@ -397,8 +397,8 @@ def runs(options: argparse.Namespace) -> int:
 
 def stop(options: argparse.Namespace) -> int:
     """Ask the daemon to save and stop, or with --now to end the workers at once."""
-    from supervisor.control import ask
-    from supervisor.recorded import read_result
+    from supervisor.console.control import ask
+    from supervisor.console.status_from_files import read_result
 
     run_dir = _run_dir(options)
     answer = ask(run_dir, {"command": "stop", "now": options.now})
@@ -421,7 +421,7 @@ def stop(options: argparse.Namespace) -> int:
 
 def fault(options: argparse.Namespace) -> int:
     """Strike one worker, to see the job recover."""
-    from supervisor.control import ask
+    from supervisor.console.control import ask
 
     request = {"command": "fault"}
     for name in ("rank", "kind", "phase", "step", "seconds"):
@@ -441,7 +441,7 @@ def fault(options: argparse.Namespace) -> int:
 
 def _run_dir(options: argparse.Namespace) -> Path:
     """`<run_dir>/<job>` as `_place` finds it. Raises OperatorError if it holds what is no file."""
-    from supervisor.run_directory import require_plain_files
+    from supervisor.disk.run_directory import require_plain_files
 
     run_dir = _place(options)
     require_plain_files(run_dir)
@@ -459,7 +459,7 @@ def _place(options: argparse.Namespace) -> Path:
 
 
 def _is_held(run_dir: Path) -> bool:
-    from supervisor.lock import is_held
+    from supervisor.daemon.lock import is_held
 
     return is_held(run_dir)
 
@@ -482,7 +482,7 @@ def _say(text: object, file: TextIO | None = None) -> None:
 
 
 def _print_result(run_dir: Path) -> None:
-    from supervisor.recorded import read_result
+    from supervisor.console.status_from_files import read_result
 
     result = read_result(run_dir)
     if result is None:
@@ -508,7 +508,7 @@ def _log_result(run_dir: Path) -> None:
     """Log how the job ended, so that a program needs no other file to raise an alarm."""
     import structlog
 
-    from supervisor.recorded import read_result
+    from supervisor.console.status_from_files import read_result
 
     if (result := read_result(run_dir)) is None:
         return

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, field_validator
 
-from supervisor.redis_address import fault_of, masked
+from supervisor.health.store_address import fault_of, masked
 from trainer.config import COUNT_MAX, CheckpointSettings, MeshSettings, TrainerSettings
 from trainer.settings import (
     Origin,

@@ -9,8 +9,8 @@ from typing import Any, Literal, TextIO
 
 import structlog
 
-from supervisor.output import BackgroundStream, log_lines_lost
-from trainer.printable import one_line, printable
+from supervisor.console.output import BackgroundStream, log_lines_lost
+from trainer.host.printable import one_line, printable
 
 LOG_FILE = "supervisor.log"
 Format = Literal["plain", "json"]

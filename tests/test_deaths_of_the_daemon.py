@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-import supervisor.journal
-from supervisor.cluster import ClusterError, ClusterOutOfReach
+import supervisor.record.journal
+from supervisor.cluster.slots import ClusterError, ClusterOutOfReach
 from supervisor.fsm.job import Limits
-from supervisor.journal import archives, decode, encode, last_segment, read_journal
-from supervisor.past import past_of
-from supervisor.replay import replay_file
+from supervisor.record.journal import archives, decode, encode, last_segment, read_journal
+from supervisor.record.previous_run import past_of
+from supervisor.record.replay import replay_file
 from tests.sim.run import Meddling, MortalJournal, Sim, simulate
 from tests.sim.world import Fault, Script, SimCluster
 from tests.test_scenarios import stop
@@ -145,7 +145,7 @@ def test_a_journal_that_rolls_over_loses_nothing_of_what_it_tells(
     story: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Budgets, recoveries, and the whole history replay as if it were one file."""
-    monkeypatch.setattr(supervisor.journal, "ARCHIVES_KEPT", 1000)
+    monkeypatch.setattr(supervisor.record.journal, "ARCHIVES_KEPT", 1000)
     script, limits, meddle = STORIES[story]()
     whole = simulate(tmp_path / "whole.jsonl", script, limits=limits, meddle=meddle)
     script, limits, meddle = STORIES[story]()
@@ -185,7 +185,7 @@ def test_a_journal_rolls_over_without_being_read(
         lines_read.append(line)
         return decode(line)
 
-    monkeypatch.setattr(supervisor.journal, "decode", counting)
+    monkeypatch.setattr(supervisor.record.journal, "decode", counting)
     script, limits, _ = STORIES["promotion"]()
     path = tmp_path / "rolled" / "journal.jsonl"
     path.parent.mkdir()
@@ -201,7 +201,7 @@ def test_what_is_told_at_the_end_does_not_hang_on_how_many_old_files_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The recoveries of result.json, and the numbers that only grow, go along with each roll."""
-    monkeypatch.setattr(supervisor.journal, "ARCHIVES_KEPT", 1)
+    monkeypatch.setattr(supervisor.record.journal, "ARCHIVES_KEPT", 1)
     script, limits, meddle = STORIES["damaged_snapshot"]()
     whole = simulate(tmp_path / "whole.jsonl", script, limits=limits, meddle=meddle)
     script, limits, meddle = STORIES["damaged_snapshot"]()

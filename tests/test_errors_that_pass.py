@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from supervisor.cluster import ClusterError
-from supervisor.daemon import Daemon
+from supervisor.cluster.slots import ClusterError
+from supervisor.daemon.loop import Daemon
 from supervisor.fsm.job import Limits
-from supervisor.replay import replay_file
+from supervisor.record.replay import replay_file
 from tests.sim.run import Sim, simulate
 from tests.sim.world import Fault, Script, SimCluster, SimDisk
 

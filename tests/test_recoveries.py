@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from supervisor.daemon import Daemon
+from supervisor.daemon.loop import Daemon
+from supervisor.disk.restore_points import RestorePoint
 from supervisor.fsm.job import Limits
-from supervisor.journal import Journal
-from supervisor.restore_points import RestorePoint
+from supervisor.record.journal import Journal
 from tests.sim.run import Killed, MortalJournal, Sim, simulate
 from tests.sim.world import Fault, Script, SimCluster, SimDisk
 

@@ -16,13 +16,13 @@ from typing import Any
 
 import pytest
 
-from supervisor.daemon import Daemon
+from supervisor.daemon.loop import Daemon
 from supervisor.fsm import events as e
 from supervisor.fsm.job import Job, Limits
 from supervisor.fsm.machine import JobMachine
-from supervisor.journal import decode, encode, read_journal
-from supervisor.past import past_of
-from supervisor.replay import replay_file
+from supervisor.record.journal import decode, encode, read_journal
+from supervisor.record.previous_run import past_of
+from supervisor.record.replay import replay_file
 from tests.sim.run import Meddling, Sim, simulate
 from tests.sim.world import Fault, Script, SimCluster
 

@@ -20,11 +20,10 @@ from typing import Any
 from pydantic import ConfigDict, Field
 
 from trainer.config import CheckpointSettings, TrainerSettings
-from trainer.environment import worker_environment
-from trainer.heartbeat import PASSWORD_VARIABLE
-from trainer.printable import make_tolerant, printable
+from trainer.host.atomic_write import write_whole
+from trainer.host.environment import PASSWORD_VARIABLE, worker_environment
+from trainer.host.printable import make_tolerant, printable
 from trainer.settings import Section, SettingsError, read_settings
-from trainer.whole import write_whole
 
 EXAMPLE = """example:
   python -m trainer --config job.toml --set trainer.steps=20
@@ -114,9 +113,9 @@ def _generate(arguments: Sequence[str]) -> int:
     _add_untrained(parser)
     options = parser.parse_args(arguments)
     settings, config_dir, job_dir = _read(options)
-    from trainer import model
-    from trainer.generate import generate
-    from trainer.trained import read_trained
+    from trainer.language import model
+    from trainer.language.generate import generate
+    from trainer.language.trained import read_trained
 
     found = read_trained(settings.trainer, config_dir, job_dir, untrained=options.untrained)
     tokenizer = found.task.tokenizer
@@ -171,9 +170,9 @@ def _export(arguments: Sequence[str]) -> int:
     if options.step is not None:
         parser.error("--step needs --format")
     settings, config_dir, job_dir = _read(options)
-    from trainer.pretrained.export import export
-    from trainer.tokenizer import SubwordTokenizer, bytes_as_subwords
-    from trainer.trained import read_trained
+    from trainer.data.tokenizer import SubwordTokenizer, bytes_as_subwords
+    from trainer.language.pretrained.export import export
+    from trainer.language.trained import read_trained
 
     found = read_trained(settings.trainer, config_dir, job_dir, untrained=options.untrained)
     tokenizer = found.task.tokenizer
@@ -189,7 +188,8 @@ def _export_state(options: argparse.Namespace) -> int:
     if options.untrained:
         raise SettingsError("--untrained: only what a job has saved can be written with --format")
     _, _, job_dir = _read(options)
-    from trainer import checkpoint, saved
+    from trainer import saved
+    from trainer.state import checkpoint
 
     try:
         path = saved.find(job_dir, options.step)
@@ -214,11 +214,11 @@ def _train(arguments: Sequence[str]) -> int:
     )
     options = parser.parse_args(arguments)
     settings, config_dir, supervised = _read(options)
-    from trainer import checkpoint
-    from trainer.free_loop import FreeLoop, trainer_for
-    from trainer.guards import BatchSkipped
-    from trainer.heartbeat import Beat
+    from trainer.state import checkpoint
     from trainer.task import Context
+    from trainer.training.free_loop import FreeLoop, trainer_for
+    from trainer.training.guards import BatchSkipped
+    from trainer.wire.heartbeat import Beat
 
     os.umask(0o077)  # whatever a run leaves is its owner's
     job_dir = supervised / "alone"

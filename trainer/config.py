@@ -26,7 +26,7 @@ MATRICES = ("query", "key", "value", "attention_out", "gate", "up", "down")
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 RESERVED_VARIABLES = frozenset({"NPROC", "OMP_NUM_THREADS", "JAX_PLATFORMS", "PYTHONUNBUFFERED"})
-"""What `trainer.environment.worker_environment` decides: losses and devices depend on it."""
+"""What `trainer.host.environment.worker_environment` decides: losses and devices depend on it."""
 
 
 def _as_tuple(value: object) -> object:

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from trainer import checkpoint
+from trainer.compute.step import named_leaves
 from trainer.settings import SettingsError
-from trainer.step import named_leaves
+from trainer.state import checkpoint
 
 
 def load(run_dir: Path | str, step: int | None = None, like: Any = None) -> Any:
@@ -24,8 +24,8 @@ def load(run_dir: Path | str, step: int | None = None, like: Any = None) -> Any:
     the leaves: `load(...)["params"]["dense"]["kernel"]`; if these contradict each other, one dict
     by the dotted paths. With a tree `like` the state (only its structure is looked at) the same
     structure. Every byte is compared with its digest. Raises FileNotFoundError if there is no such
-    checkpoint, `trainer.checkpoint.CheckpointRejected` for one that is damaged, and KeyError if
-    `like` has a leaf that was not saved.
+    checkpoint, `trainer.state.checkpoint.CheckpointRejected` for one that is damaged, and KeyError
+    if `like` has a leaf that was not saved.
     """
     import jax
 

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config import TrainerSettings
-from trainer.environment import worker_environment
-from trainer.processes import Identity, end, environment, look_at_all
+from trainer.host.environment import worker_environment
+from trainer.host.processes import Identity, end, environment, look_at_all
 
 MARK = "EVERSTEP_BARE_BENCHMARK"
 
@@ -78,9 +78,10 @@ def train(
     coordinator: str, world_size: int, rank: int, steps: int, rows: Path, settings: TrainerSettings
 ) -> None:
     """Join, compile, step."""
-    from trainer import step
-    from trainer.environment import join_world
-    from trainer.task import Context, load_task
+    from trainer.compute import step
+    from trainer.host.environment import join_world
+    from trainer.task import Context
+    from trainer.training.find_task import load_task
 
     join_world(coordinator=coordinator, rank=rank, world_size=world_size, join_timeout_s=60)
     layout = step.make_layout(settings.mesh)

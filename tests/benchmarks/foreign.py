@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-from trainer.processes import Identity
+from trainer.host.processes import Identity
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 

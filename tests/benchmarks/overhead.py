@@ -42,7 +42,7 @@ from tests.benchmarks.supervised import (
     supervised,
 )
 from trainer.config import TrainerSettings
-from trainer.processes import Identity, send
+from trainer.host.processes import Identity, send
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "auto": {"recovery.snapshot_every_steps": "auto"},

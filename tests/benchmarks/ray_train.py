@@ -31,7 +31,7 @@ from tests.benchmarks.report import (
 )
 from tests.benchmarks.supervised import Row, Tail, folder_of, measure_this_tree
 from trainer.config import TrainerSettings
-from trainer.processes import Identity, end, environment, look_at_all
+from trainer.host.processes import Identity, end, environment, look_at_all
 
 MARK = "EVERSTEP_RAY_TRAIN_BENCHMARK"
 LIMIT_S = 240.0

@@ -29,9 +29,10 @@ def train(config: dict[str, Any]) -> None:
     jax.config.update("jax_compilation_cache_dir", f"{config['folder']}/cache")
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    from trainer import step
+    from trainer.compute import step
     from trainer.config import TrainerSettings
-    from trainer.task import Context, load_task
+    from trainer.task import Context
+    from trainer.training.find_task import load_task
 
     ranks = ray.train.get_context()
     rank = ranks.get_world_rank()

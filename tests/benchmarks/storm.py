@@ -21,8 +21,8 @@ from typing import Any
 import psutil
 import redis
 
-from supervisor import history
-from supervisor.embedded import EmbeddedRay, EmbeddedRedis, authenticate
+from supervisor.cluster.own_servers import EmbeddedRay, EmbeddedRedis, authenticate
+from supervisor.record import recoveries as history
 from tests.benchmarks.overhead import kinds_of
 from tests.benchmarks.report import (
     circumstances,
@@ -35,9 +35,9 @@ from tests.benchmarks.report import (
 )
 from tests.benchmarks.supervised import Row, Supervised, folder_of, measure_this_tree
 from tests.faults.harness import MARK, SHARED_MEMORY
-from trainer.heartbeat import StoreAddress
-from trainer.processes import environment, look_at_all
-from trainer.snapshot import directory_of
+from trainer.host.processes import environment, look_at_all
+from trainer.state.snapshot import directory_of
+from trainer.wire.store_address import StoreAddress
 
 
 def measure(

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from supervisor.control import ask
+from supervisor.console.control import ask
 from supervisor.errors import EverstepError
 from tests.benchmarks.report import ROOT, note
 from tests.faults.harness import SETTINGS, Daemon, Figures, Job

@@ -32,10 +32,10 @@ from tests.benchmarks.report import (
 )
 from tests.benchmarks.supervised import Tail
 from trainer.config import CheckpointSettings, ModelSettings, OptimizerSettings, TrainerSettings
-from trainer.environment import worker_environment
-from trainer.heartbeat import Beat
-from trainer.loop import ModelTrainer
+from trainer.host.environment import worker_environment
 from trainer.task import Context
+from trainer.training.task_loop import ModelTrainer
+from trainer.wire.heartbeat import Beat
 
 
 def plain_loss(settings: ModelSettings, params: dict[str, Any], rows: Any) -> Any:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tests.faults.harness import STEPS, Figures, Job, Machine, Numbers, RayHead, Store
-from trainer.child import RUN
-from trainer.processes import environment
+from trainer.host.processes import environment
+from trainer.slot.child import RUN
 
 MakeJob = Callable[..., Job]
 

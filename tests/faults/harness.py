@@ -25,18 +25,18 @@ from typing import Any
 
 import pytest
 
-from supervisor.control import ask
-from supervisor.embedded import EmbeddedRedis
+from supervisor.cluster.own_servers import EmbeddedRedis
+from supervisor.console.control import ask
+from supervisor.console.narrate import tell
+from supervisor.console.status_from_files import read_result
+from supervisor.daemon.lock import is_held
 from supervisor.fsm.events import FAILURES
-from supervisor.journal import read_journal
-from supervisor.lock import is_held
-from supervisor.metrics import METRICS_FILE
-from supervisor.recorded import read_result
-from supervisor.replay import replay_file
-from supervisor.story import tell
-from trainer import snapshot
-from trainer.private import socket_path
-from trainer.processes import Identity, end, environment, is_alive, look, look_at_all
+from supervisor.record.journal import read_journal
+from supervisor.record.metrics import METRICS_FILE
+from supervisor.record.replay import replay_file
+from trainer.host.private_directories import socket_path
+from trainer.host.processes import Identity, end, environment, is_alive, look, look_at_all
+from trainer.state import snapshot
 
 Event = dict[str, Any]
 

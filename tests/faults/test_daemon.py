@@ -10,10 +10,10 @@ import time
 import psutil
 import pytest
 
-from supervisor.daemon import ONE_SIGNAL_S
+from supervisor.daemon.loop import ONE_SIGNAL_S
 from tests.faults.conftest import MakeJob
 from tests.faults.harness import STEPS, Daemon, Job, Numbers, gone, run, step_rows
-from trainer.processes import Identity, look
+from trainer.host.processes import Identity, look
 
 full = pytest.mark.full
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from supervisor.restore_points import survey
+from supervisor.disk.restore_points import survey
 from tests.faults.conftest import MakeJob
 from tests.faults.harness import Daemon, Job, Numbers, gone, until
 

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from supervisor.journal import read_journal
-from supervisor.recorded import read_result
+from supervisor.console.status_from_files import read_result
+from supervisor.record.journal import read_journal
 from tests.documents import PAGES, ROOT, commands
-from trainer.snapshot import directory_of, sweep
+from trainer.state.snapshot import directory_of, sweep
 
 pytestmark = pytest.mark.full
 

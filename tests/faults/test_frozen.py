@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from supervisor.restore_points import find
+from supervisor.disk.restore_points import find
 from tests.faults.conftest import MakeJob
 from tests.faults.harness import MARK, Machine, Numbers, RayHead, Store, gone, until
 from tests.hold import held
 from tests.trainer.harness import TINY, World, write_text
-from trainer.child import GENERATION, RUN
-from trainer.processes import environment, look_at_all
+from trainer.host.processes import environment, look_at_all
+from trainer.slot.child import GENERATION, RUN
 
 full = pytest.mark.full
 

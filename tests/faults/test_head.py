@@ -13,7 +13,7 @@ import pytest
 
 from tests.faults.conftest import MakeJob
 from tests.faults.harness import Daemon, Job, Numbers, RayHead, Store, gone
-from trainer.processes import Identity
+from trainer.host.processes import Identity
 
 full = pytest.mark.full
 

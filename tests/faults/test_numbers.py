@@ -8,7 +8,7 @@ import pytest
 
 from tests.faults.conftest import MakeJob
 from tests.faults.harness import Numbers
-from tests.trainer.test_guards import TASK
+from tests.trainer.training.test_guards import TASK
 
 full = pytest.mark.full
 

@@ -11,8 +11,8 @@ import pytest
 
 from tests.faults.conftest import MakeJob
 from tests.faults.harness import Daemon, Job, Store, run, until
-from trainer.heartbeat import PASSWORD_VARIABLE
-from trainer.snapshot import directory_of
+from trainer.host.environment import PASSWORD_VARIABLE
+from trainer.state.snapshot import directory_of
 
 full = pytest.mark.full
 

@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
-from supervisor.run_directory import open_directory, settle
+from supervisor.disk.run_directory import open_directory, settle
 from tests.faults.conftest import MakeJob
 from tests.faults.harness import EVERY_STEPS, Daemon, Job, Numbers, gone, limit_of, run, until
-from trainer import snapshot
-from trainer.processes import Identity, look
+from trainer.host.processes import Identity, look
+from trainer.state import snapshot
 
 full = pytest.mark.full
 

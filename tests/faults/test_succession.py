@@ -9,12 +9,12 @@ import time
 
 import pytest
 
-from supervisor.journal import decode, encode
+from supervisor.record.journal import decode, encode
 from tests.faults.conftest import MakeJob
 from tests.faults.harness import STEPS, Daemon, Job, Numbers, gone, run, until
-from trainer import snapshot
-from trainer.orphans import how_they_ended
-from trainer.processes import Identity
+from trainer.host.processes import Identity
+from trainer.slot.orphans import how_they_ended
+from trainer.state import snapshot
 
 full = pytest.mark.full
 

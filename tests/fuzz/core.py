@@ -19,7 +19,7 @@ from supervisor.fsm import events as e
 from supervisor.fsm.job import Job, Limits
 from supervisor.fsm.machine import JobMachine, Move, OutcomeOfNothing, table_digest
 from supervisor.fsm.states import TERMINAL, State
-from supervisor.replay import replay
+from supervisor.record.replay import replay
 from tests.fuzz import Violation, main
 
 S = State

@@ -22,16 +22,16 @@ from typing import Any
 import structlog
 
 import tests.sim.run
-from supervisor.adoption import inherit
-from supervisor.cluster import ClusterError, Slot, Snapshot, StartFailed
-from supervisor.daemon import Daemon
+from supervisor.cluster.slots import ClusterError, Slot, Snapshot, StartFailed
+from supervisor.daemon.adoption import inherit
+from supervisor.daemon.loop import Daemon
+from supervisor.disk.restore_points import RestorePoint
 from supervisor.fsm import events as e
 from supervisor.fsm.job import Limits
 from supervisor.fsm.states import TERMINAL
-from supervisor.journal import ROLL_BYTES, Journal, Record, encode, read_history
-from supervisor.past import past_of
-from supervisor.replay import replay_file
-from supervisor.restore_points import RestorePoint
+from supervisor.record.journal import ROLL_BYTES, Journal, Record, encode, read_history
+from supervisor.record.previous_run import past_of
+from supervisor.record.replay import replay_file
 from tests.fuzz import Violation, main
 from tests.sim.run import SAFE_STATES, Killed, Meddling, MortalJournal, Sim, life
 from tests.sim.world import FOREVER, Fault, Script, SimCluster, SimDisk

@@ -10,17 +10,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from supervisor.adoption import bring_down, go_on, inherit
-from supervisor.daemon import Clock, Daemon, header_of
+from supervisor.daemon.adoption import bring_down, go_on, inherit
+from supervisor.daemon.loop import Clock, Daemon, header_of
+from supervisor.daemon.performers import Performers, start_of
+from supervisor.daemon.roster import silence
 from supervisor.fsm import effects as x
 from supervisor.fsm import events as e
 from supervisor.fsm.job import Limits
 from supervisor.fsm.states import TERMINAL
-from supervisor.heartbeats import Deadlines, HeartbeatMonitor, Suspicion, watch
-from supervisor.journal import ROLL_BYTES, Journal, Record, read_history
-from supervisor.past import job_after, past_of
-from supervisor.performers import Performers, start_of
-from supervisor.workers import silence
+from supervisor.health.store import Deadlines, HeartbeatMonitor, Suspicion, watch
+from supervisor.record.journal import ROLL_BYTES, Journal, Record, read_history
+from supervisor.record.previous_run import job_after, past_of
 from tests.sim.world import Script, SimCluster, SimDisk, SimStore
 from tests.supervisor.virtual import AUTO, VirtualLoop
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from supervisor.cluster import (
+from supervisor.cluster.slots import (
     ClusterError,
     Exit,
     PlacementTimedOut,
@@ -16,10 +16,10 @@ from supervisor.cluster import (
     Snapshot,
     StartFailed,
 )
-from supervisor.heartbeats import StoreUnavailable
-from supervisor.restore_points import RestorePoint
-from trainer.heartbeat import BeatMessage, beat_key
-from trainer.worker import RECORDS_KEPT, STATES
+from supervisor.disk.restore_points import RestorePoint
+from supervisor.health.store import StoreUnavailable
+from trainer.slot.actor import RECORDS_KEPT, STATES
+from trainer.wire.heartbeat import BeatMessage, beat_key
 
 Record = dict[str, Any]
 FOREVER = 1e9

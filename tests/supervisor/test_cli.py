@@ -17,11 +17,11 @@ import pytest
 import structlog
 
 from supervisor.cli import main
-from supervisor.control import Answer, Control, Request
+from supervisor.console.control import Answer, Control, Request
+from supervisor.daemon.lock import acquire
+from supervisor.disk.incidents import write_summary
 from supervisor.errors import AlreadyRunning
-from supervisor.incidents import write_summary
-from supervisor.journal import encode
-from supervisor.lock import acquire
+from supervisor.record.journal import encode
 
 COMMANDS = ("run", "check", "status", "events", "replay", "graph", "runs", "stop", "fault")
 ROOT = Path(__file__).parents[2]

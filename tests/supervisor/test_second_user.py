@@ -10,10 +10,15 @@ from pathlib import Path
 import pytest
 
 from supervisor.cli import main
-from supervisor.run_directory import settle
-from trainer import private
-from trainer.private import remove_sockets, run_name, short_directory, tmp_directory
-from trainer.snapshot import directory_of
+from supervisor.disk.run_directory import settle
+from trainer.host import private_directories
+from trainer.host.private_directories import (
+    remove_sockets,
+    run_name,
+    short_directory,
+    tmp_directory,
+)
+from trainer.state.snapshot import directory_of
 
 COMMANDS = (
     ["status"],
@@ -104,7 +109,7 @@ def test_a_squatter_in_tmp_that_leaves_moves_nobody(
 ) -> None:
     """The sockets made until then were neither touched nor, at the end, removed."""
     monkeypatch.setattr(
-        private, "tmp_directory", lambda name="": tmp_path / f"tmp{name and '-'}{name}"
+        private_directories, "tmp_directory", lambda name="": tmp_path / f"tmp{name and '-'}{name}"
     )
     settle(tmp_path)
     (tmp_path / "tmp").mkdir()

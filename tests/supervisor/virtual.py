@@ -12,9 +12,9 @@ from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 
-from supervisor.deadlines import Deadlines
-from supervisor.monitor import HeartbeatMonitor, Suspicion
-from trainer.heartbeat import BeatMessage
+from supervisor.health.deadlines import Deadlines
+from supervisor.health.monitor import HeartbeatMonitor, Suspicion
+from trainer.wire.heartbeat import BeatMessage
 
 EVERY_S = 0.25
 LEASE_S = 3.0

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from trainer.environment import worker_environment
-from trainer.worker import COMMAND
+from trainer.host.environment import worker_environment
+from trainer.slot.actor import COMMAND
 
 Report = dict[str, Any]
 

@@ -17,11 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from trainer.compute.sharding import AXES, ROWS, spec_of
+from trainer.compute.step import named_leaves
 from trainer.config import TrainerSettings
-from trainer.sharding import AXES, ROWS, spec_of
-from trainer.step import named_leaves
+from trainer.language.task import LanguageModel
 from trainer.task import Context
-from trainer.tasks.language_model import LanguageModel
 
 
 def train(task: LanguageModel, sizes: list[int]) -> tuple[list[float], Any, int]:

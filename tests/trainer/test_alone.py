@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 from tests.trainer.harness import TINY, write_text
-from trainer.generate import generate
-from trainer.pretrained.model import open_pretrained
+from trainer.language.generate import generate
+from trainer.language.pretrained.model import open_pretrained
 
 
 def settings_file(folder: Path) -> Path:

@@ -13,10 +13,12 @@ import numpy as np
 import pytest
 
 from tests.trainer.harness import World
-from tests.trainer.test_standby import fault, keeping, kill, newest, promote
-from trainer import checkpoint, snapshot, step
+from tests.trainer.process.test_standby import fault, keeping, kill, newest, promote
+from trainer.compute import step
 from trainer.config import MeshSettings, TrainerSettings
-from trainer.task import Context, load_task
+from trainer.state import checkpoint, snapshot
+from trainer.task import Context
+from trainer.training.find_task import load_task
 
 pytest.importorskip("sklearn", reason="needs the extra examples")
 

@@ -16,10 +16,10 @@ import pytest
 from safetensors.numpy import load_file
 
 import trainer
-from trainer import checkpoint
-from trainer.checkpoint import CheckpointRejected, Saver
-from trainer.pieces import Piece, whole
-from trainer.step import named_leaves
+from trainer.compute.pieces import Piece, whole
+from trainer.compute.step import named_leaves
+from trainer.state import checkpoint
+from trainer.state.checkpoint import CheckpointRejected, Saver
 
 ROOT = Path(__file__).parents[2]
 

@@ -14,13 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from trainer import failures, step
+from trainer.compute import step
 from trainer.config import CheckpointSettings, MeshSettings, TrainerSettings
-from trainer.free_loop import trainer_for
-from trainer.heartbeat import Beat
-from trainer.loop import ModelTrainer
+from trainer.process import failures
 from trainer.settings import SettingsError
-from trainer.task import Context, Task, TaskError, load_task
+from trainer.task import Context, Task, TaskError
+from trainer.training.find_task import load_task
+from trainer.training.free_loop import trainer_for
+from trainer.training.task_loop import ModelTrainer
+from trainer.wire.heartbeat import Beat
 
 
 def context(

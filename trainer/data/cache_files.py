@@ -20,9 +20,9 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.json_text import parse_json
+from trainer.host.atomic_write import flush
+from trainer.host.json_text import parse_json
 from trainer.settings import SettingsError
-from trainer.whole import flush
 
 Arrays = Mapping[str, NDArray[Any]]
 

@@ -17,8 +17,8 @@ from trainer.data.encoding import Part
 from trainer.data.files import cache_of, find_files, note_of, unreadable
 from trainer.data.rows import PackedRows, Packing
 from trainer.data.store import DataDamaged, Store, open_or_build, open_store
+from trainer.data.tokenizer import BytesTokenizer, Tokenizer
 from trainer.settings import SettingsError
-from trainer.tokenizer import BytesTokenizer, Tokenizer
 
 _STORE_VERSION = 2
 """Another one where the same files give other tokens."""

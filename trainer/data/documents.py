@@ -20,9 +20,9 @@ from trainer.data.files import (
     size_of,
     unreadable,
 )
-from trainer.json_text import parse_json
+from trainer.data.tokenizer import Passage, Tokenizer
+from trainer.host.json_text import parse_json
 from trainer.settings import SettingsError
-from trainer.tokenizer import Passage, Tokenizer
 
 BLOCK_BYTES = 1 << 18
 """Text is encoded in blocks of about this size, each ending with a line."""

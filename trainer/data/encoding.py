@@ -9,7 +9,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from trainer.tokenizer import Passage, Placed, Tokenizer
+from trainer.data.tokenizer import Passage, Placed, Tokenizer
 
 _CHARACTERS_AT_ONCE = 1 << 21
 _PASSAGES_AT_ONCE = 1024

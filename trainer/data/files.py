@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 import structlog
 
 from trainer.config import DataSettings
-from trainer.disk_errors import reason, refusal
+from trainer.host.disk_errors import reason, refusal
 from trainer.settings import SettingsError
 
 log = structlog.get_logger()

@@ -1,7 +1,7 @@
 """The rows of a Ray Dataset as Parquet files: executed once, read by every later start.
 
-This side knows no Ray: a process of its own (`trainer.ray_source`) executes, and is not started
-where the files are there.
+This side knows no Ray: a process of its own (`trainer.data.ray_source`) executes, and is not
+started where the files are there.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import structlog
 
 from trainer.data.cache_files import CacheDamaged, read_table
 from trainer.data.store import locked, new_directory, set_aside
-from trainer.disk_errors import DataUnavailable
+from trainer.host.disk_errors import DataUnavailable
 from trainer.settings import SettingsError
 
 log = structlog.get_logger()
@@ -128,7 +128,7 @@ def _execute(
 ) -> None:
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "trainer.ray_source", *arguments],
+            [sys.executable, "-P", "-m", "trainer.data.ray_source", *arguments],
             cwd=config_dir,
             stdin=subprocess.DEVNULL,
             stdout=output,

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from trainer.config import DataSettings
 from trainer.data.files import DataMissing, format_of
+from trainer.data.tokenizer import BytesTokenizer, Tokenizer
 from trainer.data.windows import Windows, read_text
-from trainer.disk_errors import DataUnavailable, may_pass
-from trainer.tokenizer import BytesTokenizer, Tokenizer
+from trainer.host.disk_errors import DataUnavailable, may_pass
 
 log = structlog.get_logger()
 

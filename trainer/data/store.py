@@ -37,8 +37,8 @@ from trainer.data.cache_files import (
 )
 from trainer.data.encoding import Part
 from trainer.data.files import no_cache
-from trainer.disk_errors import DataUnavailable, may_pass
-from trainer.whole import flush
+from trainer.host.atomic_write import flush
+from trainer.host.disk_errors import DataUnavailable, may_pass
 
 log = structlog.get_logger()
 

@@ -10,7 +10,7 @@ from supervisor.fsm import events as e
 from supervisor.fsm.job import Job
 from supervisor.fsm.machine import JobMachine
 from supervisor.fsm.states import State
-from supervisor.journal import read_journal
+from supervisor.record.journal import read_journal
 
 TRACES = Path(__file__).parents[2] / "traces"
 

@@ -22,7 +22,7 @@ from supervisor.fsm.job import Job, Limits
 from supervisor.fsm.machine import JobMachine, OutcomeOfNothing, UnexpectedEvent, table_digest
 from supervisor.fsm.states import TERMINAL, State
 from supervisor.fsm.table import IMPOSSIBLE
-from supervisor.replay import replay
+from supervisor.record.replay import replay
 
 OUTCOMES = (
     e.SlotsPlaced, e.CapacityMissing, e.CapacityFound, e.PlacementTimedOut, e.PlacementFailed,
