@@ -7,6 +7,7 @@ import asyncio
 import json
 import os
 import socket
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,9 @@ Answer = dict[str, Any]
 Handler = Callable[[Request], Awaitable[Answer]]
 
 ADDRESS_FILE = "control"  # in the run directory: where the socket is
-_LINE_LIMIT = 1 << 20  # bytes of a request; an answer may have any size
+_LINE_LIMIT = 1 << 20  # bytes of a request
+_ANSWER_LIMIT = 1 << 26  # bytes; that of 16,384 ranks has a tenth of it
+_ANSWER_PATIENCE = 10  # times the limit for one piece of it
 _ROWS_AT_ONCE = 256
 _HANDLER_LIMIT_S = 30.0
 _IDLE_LIMIT_S = 60.0
@@ -191,8 +194,7 @@ def ask(run_dir: Path, request: Request, timeout_s: float = 5.0) -> Answer:
             connection.settimeout(timeout_s)
             connection.connect(path)
             connection.sendall(json.dumps(request).encode() + b"\n")
-            with connection.makefile("rb") as stream:
-                line = stream.readline()
+            line = _read_answer(connection, time.monotonic() + _ANSWER_PATIENCE * timeout_s)
         answer = json.loads(line) if line else None
     except TimeoutError:
         raise NotRunning(
@@ -211,3 +213,18 @@ def ask(run_dir: Path, request: Request, timeout_s: float = 5.0) -> Answer:
     if not answer.get("ok"):
         raise Refused(str(answer.get("error", "refused without a reason")))
     return answer
+
+
+def _read_answer(connection: socket.socket, deadline: float) -> bytes:
+    """Read one line. What answers may be another user's, and may never end what it says."""
+    answer = bytearray()
+    while not answer.endswith(b"\n"):
+        piece = connection.recv(1 << 16)
+        if not piece:
+            break
+        answer += piece
+        if len(answer) > _ANSWER_LIMIT:
+            raise ValueError("an answer above the limit")
+        if time.monotonic() > deadline:
+            raise TimeoutError
+    return bytes(answer)

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import socket
+import threading
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from supervisor.cli import main
+from supervisor.console.control import ADDRESS_FILE, ask
 from supervisor.disk.run_directory import settle
+from supervisor.errors import NotRunning
 from trainer.host import private_directories
 from trainer.host.private_directories import (
     remove_sockets,
@@ -121,3 +127,31 @@ def test_a_squatter_in_tmp_that_leaves_moves_nobody(
     remove_sockets(tmp_path)
     assert not place.exists()
     assert short_directory(tmp_path) == tmp_path / "tmp"
+
+
+@pytest.mark.parametrize("pause_s", [0.0, 0.02])
+def test_what_answers_in_place_of_a_daemon_may_not_talk_for_ever(
+    tmp_path: Path, pause_s: float
+) -> None:
+    """`status` on a directory of another user filled the memory, or waited for the next byte."""
+    path = private.short_directory(tmp_path) / f"endless-{os.getpid()}.sock"
+    (tmp_path / ADDRESS_FILE).write_text(str(path))
+
+    def talk() -> None:
+        connection, _ = listener.accept()
+        with connection, suppress(OSError):
+            while True:
+                connection.sendall(b"x" if pause_s else b"x" * (1 << 16))
+                time.sleep(pause_s)
+
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        talker = threading.Thread(target=talk)
+        talker.start()
+        try:
+            with pytest.raises(NotRunning):
+                ask(tmp_path, {"command": "status"}, timeout_s=0.1)
+        finally:
+            path.unlink()
+            talker.join()
