@@ -8,6 +8,7 @@ import hashlib
 import json
 import lzma
 import os
+import stat
 import sysconfig
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -205,7 +206,20 @@ def _of_folder(key: str, path: Path, suffixes: tuple[str, ...], kind: str) -> li
             f"[trainer.data] {key}: {path} holds no file that ends in {', '.join(suffixes)}; "
             "name the files, or change suffixes (of text) or format"
         )
+    for file in found:
+        if _is_special(file):
+            raise SettingsError(
+                f"{file} is a pipe, a socket or a device; take it out of [trainer.data] {key}"
+            )
     return found
+
+
+def _is_special(file: Path) -> bool:
+    """Whether to read it may wait for its writer, or never end."""
+    try:
+        return not stat.S_ISREG(file.stat().st_mode)
+    except OSError:  # whatever reads it says why it cannot
+        return False
 
 
 def _what_is_wrong(path: Path, kind: str) -> str:

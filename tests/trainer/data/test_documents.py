@@ -6,6 +6,7 @@ import bz2
 import gzip
 import json
 import lzma
+import os
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -406,3 +407,12 @@ def test_a_file_about_the_data_does_not_make_a_folder_of_texts_one_of_records(
     (tmp_path / "a.txt").write_text("text")
     assert format_of(settings, tmp_path) == "text"
     assert [file.name for file in find_files(settings, "text", tmp_path)] == ["a.txt"]
+
+
+def test_a_pipe_among_the_files_is_refused_by_name(tmp_path: Path) -> None:
+    """A start waited for ever for somebody to write into it, and so did whoever prepared data."""
+    (tmp_path / "near.jsonl").write_bytes(LINES)
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    settings = DataSettings.model_validate({"path": "."})
+    with pytest.raises(SettingsError, match=r"pipe\.jsonl is a pipe, a socket or a device; take"):
+        find_files(settings, format_of(settings, tmp_path), tmp_path)
