@@ -134,7 +134,7 @@ def test_what_answers_in_place_of_a_daemon_may_not_talk_for_ever(
     tmp_path: Path, pause_s: float
 ) -> None:
     """`status` on a directory of another user filled the memory, or waited for the next byte."""
-    path = private.short_directory(tmp_path) / f"endless-{os.getpid()}.sock"
+    path = short_directory(tmp_path) / f"endless-{os.getpid()}.sock"
     (tmp_path / ADDRESS_FILE).write_text(str(path))
 
     def talk() -> None:
