@@ -237,6 +237,7 @@ def _predict_memory(settings: Any, options: argparse.Namespace) -> int:
     """In a process of its own: JAX does not belong into this one, nor does the user's task."""
     import subprocess
 
+    from supervisor.console.preflight import why_no_snapshots
     from trainer.predict_memory import LIMIT_S, environment_for
 
     devices = settings.cluster.workers * max(1, settings.cluster.gpus_per_worker)
@@ -265,6 +266,8 @@ def _predict_memory(settings: Any, options: argparse.Namespace) -> int:
         f"Memory a device, of {devices} as {mesh}: {found['state'] / 1e6:,.1f} MB of state, "
         f"{found['peak'] / 1e6:,.1f} MB at the peak of a step (as compiled for CPU)"
     )
+    if why := why_no_snapshots(settings, found["snapshots"]):
+        print(why)
     return 0
 
 

@@ -51,6 +51,7 @@ def predict(settings: TrainerSettings, config_dir: Path) -> dict[str, Any]:
     import jax
 
     from trainer.compute import step
+    from trainer.state.snapshot_writer import BUFFERS_MIN
     from trainer.task import Context
     from trainer.training.find_task import load_task
 
@@ -65,7 +66,13 @@ def predict(settings: TrainerSettings, config_dir: Path) -> dict[str, Any]:
     peak = found.argument_size_in_bytes + found.temp_size_in_bytes
     peak += found.output_size_in_bytes - found.alias_size_in_bytes
     mesh = {name: int(size) for name, size in layout.mesh.shape.items()}
-    return {"devices": jax.device_count(), "mesh": mesh, "state": int(state), "peak": int(peak)}
+    return {
+        "devices": jax.device_count(),
+        "mesh": mesh,
+        "state": int(state),
+        "peak": int(peak),
+        "snapshots": BUFFERS_MIN * int(state),  # of one device, in the memory of its host
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -11,6 +11,7 @@ import importlib.machinery
 import importlib.util
 import json
 import os
+import shutil
 import socket
 import sys
 from collections.abc import Iterator
@@ -247,6 +248,25 @@ def _of_this_machine(settings: Settings) -> Iterator[str]:
             "which cannot be written here; mount a tmpfs there, or set it to 0 (then every "
             "recovery goes back to a checkpoint)"
         )
+
+
+def why_no_snapshots(settings: Settings, bytes_each: int) -> str:
+    """Return that this machine has no room for the snapshots of its workers; "" if it has.
+
+    `bytes_each`: of one device, as `check --memory` predicts it.
+    """
+    cluster = settings.cluster
+    if settings.recovery.snapshot_every_steps == 0 or cluster.address != "local":
+        return ""
+    needed = cluster.workers * max(1, cluster.gpus_per_worker) * bytes_each
+    free = shutil.disk_usage(SHARED_MEMORY).free
+    if needed <= free:
+        return ""
+    return (
+        f"Snapshots need {needed / 1e6:,.1f} MB in {SHARED_MEMORY}, {free / 1e6:,.1f} MB are free: "
+        "the job would train without them, and every recovery go back to a checkpoint. Enlarge it "
+        "(docker run --shm-size), or set recovery.snapshot_every_steps = 0"
+    )
 
 
 def _share(cpus: int, workers: int) -> str:

@@ -13,7 +13,7 @@ import pytest
 
 from tests.faults.conftest import MakeJob
 from tests.faults.harness import PATIENCE_S, Numbers
-from trainer.processes import raise_file_limit
+from trainer.host.processes import raise_file_limit
 
 full = pytest.mark.full
 

@@ -116,5 +116,6 @@ def test_the_memory_of_a_device_is_told_before_a_start(tmp_path: Path) -> None:
         found[fsdp] = json.loads(told.stdout)
     state = 2 * 48 * 1024 * 1024 * 4
     assert (found[1]["state"], found[2]["state"]) == (state, state // 2)
+    assert found[1]["snapshots"] == 2 * state, "two buffers, the least with which any are taken"
     assert found[1]["peak"] > 1.4 * state, "the gradient lies beside the state"
     assert found[2]["peak"] < 0.75 * found[1]["peak"]

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from supervisor.cluster.own_servers import head_cpus
 from supervisor.config import Settings
 from supervisor.console import preflight
-from supervisor.console.preflight import problems, with_address
+from supervisor.console.preflight import problems, why_no_snapshots, with_address
 from trainer.settings import SettingsError
 
 
@@ -151,6 +151,16 @@ def test_a_name_that_hides_a_module_from_rays_workers_is_refused_in_a_submitted_
         queue, trainer = found(tmp_path, cluster=cluster)
     assert "queue/__init__.py: Ray's workers look into the submitted working directory" in queue
     assert "module 'trainer' of everstep itself; rename it" in trainer
+
+
+def test_shared_memory_that_is_too_small_for_snapshots_is_said_with_what_is_needed() -> None:
+    """A container has 64 MB unless told otherwise; each recovery went back to a checkpoint."""
+    settings = Settings.model_validate({"cluster": {"workers": 2}})
+    much = 1 << 60
+    assert f"Snapshots need {2 * much / 1e6:,.1f} MB" in why_no_snapshots(settings, much)
+    assert why_no_snapshots(settings, 1) == ""
+    without = Settings.model_validate({"recovery": {"snapshot_every_steps": 0}})
+    assert why_no_snapshots(without, much) == ""
 
 
 def test_an_address_where_nothing_listens_is_refused_with_its_setting(tmp_path: Path) -> None:
