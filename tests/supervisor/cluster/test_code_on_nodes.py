@@ -11,18 +11,18 @@ from pathlib import Path
 import pytest
 
 from supervisor.cluster import ray_api
-from supervisor.cluster.own_servers import authenticate
 from supervisor.cluster.user_code import RunCode
+from tests.supervisor.cluster.one_token import authenticate_once
 from tests.supervisor.cluster.test_ray_cluster import Story
 
 
 @pytest.fixture
 def address(tmp_path: Path) -> Iterator[str]:
-    """Two raylets as two nodes, a CPU each; with a token, since Ray reads that mode once."""
+    """Two raylets as two nodes, a CPU each; with a token, since Ray reads the mode once."""
     before = dict(os.environ)
     for name in [name for name in os.environ if name.startswith("RAY_")]:
         del os.environ[name]
-    authenticate(tmp_path)
+    authenticate_once(tmp_path)
 
     from ray.cluster_utils import Cluster
 
