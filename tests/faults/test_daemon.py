@@ -178,7 +178,8 @@ def test_a_stopped_job_saves_says_who_stopped_it_and_resumes(
     assert third.until("restore_point_selected")["step"] == saved[1]["step"]
     assert third.exit_status() == 0
     tiny.must_equal(undisturbed)
-    steps = [json.loads(line)["step"] for line in (tiny.run_dir / "metrics.jsonl").open()]
+    rows = (tiny.run_dir / "metrics.jsonl").read_text().splitlines()
+    steps = [json.loads(row)["step"] for row in rows]
     assert steps == sorted(set(steps))  # nothing was done twice
     assert tiny.start().exit_status() == 0  # there is nothing left to do
     assert tiny.numbers().digest == undisturbed.digest
