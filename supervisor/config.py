@@ -5,6 +5,7 @@ Reading, overriding and explaining is `trainer.settings`. Neither jax nor Ray is
 
 import re
 from collections.abc import Iterator, Mapping
+from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -423,41 +424,35 @@ def describe(rows: Mapping[str, Mapping[str, Any]]) -> str:
 def template() -> str:
     """A file of settings that names every setting with its default, each with what it does."""
     lines = [_TEMPLATE_HEAD]
-    table = ""
-    for key, field in walk(Settings):
-        section, _, name = key.rpartition(".")
-        if section != table:
-            lines += ["", *_heading(section), f"[{section}]"]
-            table = section
-        default = field.get_default(call_default_factory=True, validated_data={})
-        setting, note = f"{name} = {show(default)}", f"# {field.description}"
-        one_line = f"{setting:<32} {note}"
-        lines += [one_line] if len(one_line) <= 100 else [note, setting]
+    for section, rows in _sections():
+        lines += ["", *(f"# {line}" for line in _about(section)), f"[{section}]"]
+        for name, default, description in rows:
+            setting, note = f"{name} = {default}", f"# {description}"
+            one_line = f"{setting:<32} {note}"
+            lines += [one_line] if len(one_line) <= 100 else [note, setting]
     return "\n".join(lines) + "\n"
 
 
 def reference() -> str:
     """A page in Markdown with the same, a table per section."""
     lines = [_REFERENCE_HEAD]
-    table = ""
-    for key, field in walk(Settings):
-        section, _, name = key.rpartition(".")
-        if section != table:
-            about = " ".join(line.removeprefix("# ") for line in _heading(section))
-            lines += [
-                "",
-                f"## `[{section}]`",
-                "",
-                about,
-                "",
-                "| setting | default | |",
-                "| --- | --- | --- |",
-            ]
-            table = section
-        default = field.get_default(call_default_factory=True, validated_data={})
-        about = str(field.description).replace("|", "\\|")
-        lines.append(f"| `{name}` | `{show(default)}` | {about} |")
+    for section, rows in _sections():
+        lines += ["", f"## `[{section}]`", "", " ".join(_about(section)), ""]
+        lines += ["| setting | default | |", "| --- | --- | --- |"]
+        for name, default, description in rows:
+            about = description.replace("|", "\\|")
+            lines.append(f"| `{name}` | `{default}` | {about} |")
     return "\n".join(lines) + "\n"
+
+
+def _sections() -> Iterator[tuple[str, list[tuple[str, str, str]]]]:
+    """Each section with its settings: name, default in TOML, description."""
+    for section, found in groupby(walk(Settings), lambda one: one[0].rpartition(".")[0]):
+        rows = []
+        for key, field in found:
+            default = field.get_default(call_default_factory=True, validated_data={})
+            rows.append((key.rpartition(".")[2], show(default), str(field.description)))
+        yield section, rows
 
 
 _REFERENCE_HEAD = """\
@@ -472,11 +467,11 @@ _TEMPLATE_HEAD = """\
 # Names end in their unit: _s is seconds. `python -m supervisor check` says what is in force."""
 
 
-def _heading(section: str) -> list[str]:
-    """The section's docstring as comment lines."""
+def _about(section: str) -> list[str]:
+    """The lines of the section's docstring."""
     kind: type[Section] = Settings
     for part in section.split("."):
         inner = section_of(kind.model_fields[part])
         assert inner is not None
         kind = inner
-    return [f"# {line.strip()}" for line in (kind.__doc__ or "").strip().splitlines() if line]
+    return [line.strip() for line in (kind.__doc__ or "").strip().splitlines() if line]
