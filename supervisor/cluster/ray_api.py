@@ -70,9 +70,7 @@ def connect(address: str) -> None:
 
     if ray.is_initialized():
         ray.shutdown()
-    # Ray keeps the first token it read in a process, whatever was connected to since.
-    raylet: Any = ray._raylet  # its types do not know the loader
-    raylet.AuthenticationTokenLoader.instance().reset_cache()
+    forget_token()
     # At a lower level Ray says that it sets no SIGTERM handler in this thread, as it should be.
     # Nor may its raylets write into our display: what happens to slots is told by their watch.
     ray._private.worker._worker_logs_enabled = False
@@ -85,6 +83,14 @@ def connect(address: str) -> None:
         log_to_driver=False,
         logging_level=logging.ERROR,
     )
+
+
+def forget_token() -> None:
+    """Let the variables count anew: Ray (2.60) keeps the first token that a process has read."""
+    import ray
+
+    raylet: Any = ray._raylet  # its types do not know the loader
+    raylet.AuthenticationTokenLoader.instance().reset_cache()
 
 
 def disconnect() -> None:

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from supervisor.cluster import ray_api
+from supervisor.cluster.own_servers import authenticate
 from supervisor.cluster.user_code import RunCode
-from tests.supervisor.cluster.one_token import authenticate_once
 from tests.supervisor.cluster.test_ray_cluster import Story
 
 
@@ -22,7 +22,8 @@ def address(tmp_path: Path) -> Iterator[str]:
     before = dict(os.environ)
     for name in [name for name in os.environ if name.startswith("RAY_")]:
         del os.environ[name]
-    authenticate_once(tmp_path)
+    authenticate(tmp_path)
+    ray_api.forget_token()
 
     from ray.cluster_utils import Cluster
 

@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from supervisor.cluster import ray_api
-from supervisor.cluster.own_servers import EmbeddedRay
+from supervisor.cluster.own_servers import EmbeddedRay, authenticate
 from supervisor.cluster.ray_api import Node, addresses_elsewhere, rank_order, shortage
 from supervisor.cluster.ray_cluster import RayCluster
 from supervisor.cluster.slots import (
@@ -30,7 +30,6 @@ from supervisor.cluster.slots import (
     StartFailed,
 )
 from tests.hold import held
-from tests.supervisor.cluster.one_token import authenticate_once
 from trainer.host.processes import look
 from trainer.slot.child import RUN, SLOT, machine
 
@@ -108,7 +107,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The run directory of the one head; the environment that Ray reads comes and goes with it."""
     before = dict(os.environ)
     directory = tmp_path_factory.mktemp("runs") / "first"
-    authenticate_once(directory)
+    authenticate(directory)
     yield directory
     EmbeddedRay(directory).stop()
     os.environ.clear()
